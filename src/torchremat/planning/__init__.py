@@ -1,17 +1,17 @@
 """Planning: from a traced and a watched step to the tree of regions that fits a budget.
 
-profiles/   what a step does and needs, measured in one run of it
-devices/    the same for a device that is not here, without running the step
-simulator/  the exact interpreter: what is live at every moment under a tree of regions
-searches/   trees, operators and stores, sought and judged
-bounds/     how far the best tree found can be from the best possible
-budgets, layout, inputs  what a plan is for, and how a tree is put on a model
+profiles/   the behaviour and the bytes of a step, measured in one run of it
+devices/    the same for an absent device, without running the step
+simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
+searches/   the search for trees, operators and stores
+bounds/     bounds on the distance from the best tree found to the best possible
+budgets, layout, inputs  the conditions of a plan, and putting a tree on a model
 plans, files             a plan as data
-requests, planner        `plan`: what it checks, and what it does
-descriptions, printing   what it tells, and a plan as text
+requests, planner        `plan`: its checks, and its work
+descriptions, printing   the contents of a plan, and a plan as text
 frontiers, staircases    peak against time over all budgets
-verification, fitting    one real step
+verification, fitting    one real step under a plan
 shapes/     steps of changing shapes
-guarding/   a step that is run again when memory runs out
+guarding/   a step that runs again when memory runs out
 compiling/  `torch.compile` with a budget
 """

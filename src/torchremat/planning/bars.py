@@ -1,4 +1,4 @@
-"""How far planning is, as a bar of rich in a terminal: shown by itself, unless somebody says who is told, or nobody."""
+"""The progress of planning as a bar of rich in a terminal, shown unless the caller passes an observer or False."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchremat.planning.searches.progress import Observer, Phase, Progress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# Nobody waits for what is done sooner.
+# Work that ends sooner needs no bar.
 _HIDDEN_S = 2.0
 
-# Drawing takes time from the step that is measured, so it is seldom.
+# Drawing takes time from the measured step, so it is rare.
 _PER_SECOND = 4
 
 _WORDS: dict[Phase, str] = {
@@ -36,13 +36,13 @@ _WORDS: dict[Phase, str] = {
 def progress_bar(
     console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Callable[[Progress], None]]:
-    """Return what shows a bar in a terminal while it is called; pass it as `progress`, and leave to remove the bar.
+    """Yield an observer that shows a bar in a terminal; pass it as `progress`, and leave the block to remove the bar.
 
-    The bar appears after two seconds. Where there is no terminal, nothing is written.
+    The bar appears after two seconds. Without a terminal, nothing is written.
 
     Args:
         console: Where to draw; stderr if not given.
-        clock: Seconds that go by.
+        clock: Returns the current time in seconds.
 
     Raises:
         ModuleNotFoundError: rich is not installed.
@@ -57,7 +57,7 @@ def progress_bar(
         ) from error
 
     class ProgressBar(rich_progress.Progress):
-        """One task, which is not to be seen until it has taken two seconds."""
+        """One task, which is invisible until it has taken two seconds."""
 
         def get_renderables(self) -> Iterable[RenderableType]:
             if any((task.elapsed or 0.0) > _HIDDEN_S for task in self.tasks):
@@ -79,7 +79,7 @@ def progress_bar(
         refresh_per_second=_PER_SECOND,
         transient=True,
         disable=not place.is_interactive,
-        # What a step prints stays on the stream that it is printed to, which may be a file.
+        # Output that a step prints stays on its own stream, which may be a file.
         redirect_stdout=False,
         redirect_stderr=False,
     ) as bar:
@@ -87,7 +87,7 @@ def progress_bar(
 
         def show(progress: Progress) -> None:
             best = "" if progress.slowdown is None else f"best {progress.slowdown:.2f} x plain"
-            bar.tasks[0].total = None if progress.share is None else 1.0  # `update` has no way to say None
+            bar.tasks[0].total = None if progress.share is None else 1.0  # `update` cannot set None
             bar.update(number, description=_told(progress.phase), completed=progress.share or 0.0, best=best)
 
         yield show
@@ -99,12 +99,12 @@ def _told(phase: Phase) -> str:
 
 @contextmanager
 def shown(progress: Observer | Literal[False] | None) -> Generator[Observer | Literal[False] | None]:
-    """Return who is told how far planning is: who was given, or a bar where stderr is a terminal.
+    """Yield the observer of the progress of planning: the given one, or a bar if stderr is a terminal.
 
-    There is none without rich, beside another display of rich, and in all but the first of several processes.
+    No bar is shown without rich, next to another display of rich, and in all but the first of several processes.
 
     Args:
-        progress: A function that is told, False for nobody, or None.
+        progress: An observer, False for none, or None for the default.
     """
     with ExitStack() as stack:
         yield _bar(stack) if progress is None else progress

@@ -1,4 +1,4 @@
-"""A budget: bytes, or what depends on the step: a share of its plain peak or of its activations, or the smallest."""
+"""A budget: bytes, or relative to the step: a share of its plain peak or of its activations, or the smallest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*(?:of\s+(\w+)\s*)?", re.IGNORECASE)
 _SMALLEST = "min"
-# No training step fits into less, so who asks for it has left out what the number is of.
+# No training step fits into less, so the caller has left out the unit of the number.
 _LEAST_BYTES = 1000
 
 
@@ -26,9 +26,9 @@ class Relative:
     """A budget that is known only when the step is.
 
     Attributes:
-        percent: How much; of the smallest always all.
-        of: `"peak"`: the plain step's peak. `"activations"`: what of that does not lie there before the step, and only
-            that can be recomputed. `"smallest"`: the smallest budget that a plan was found for.
+        percent: The share; 100 for the smallest.
+        of: `"peak"`: the plain step's peak. `"activations"`: the part of that peak beyond the live bytes before the
+            step, the only part that can be recomputed. `"smallest"`: the smallest budget that a plan was found for.
     """
 
     percent: float
@@ -39,8 +39,8 @@ class Relative:
 
         Args:
             plain_bytes: The peak of the plain step.
-            before_bytes: What lies there before it.
-            smallest: Returns the smallest budget that works; it may have to be sought.
+            before_bytes: Live bytes before it.
+            smallest: Returns the smallest budget that works; this may start a search.
         """
         match self.of:
             case "peak":
@@ -52,10 +52,10 @@ class Relative:
 
 
 def relative_of(budget: int | str) -> Relative | None:
-    """Return a budget like `"60%"`, `"40% of activations"` or `"min"`; None for one that is not of these.
+    """Return a budget like `"60%"`, `"40% of activations"` or `"min"`; None for any other.
 
     Raises:
-        BudgetError: The percentage is 0 or not finite, or of something else.
+        BudgetError: The percentage is 0 or not finite, or of an unknown quantity.
     """
     if not isinstance(budget, str):
         return None
@@ -76,7 +76,7 @@ def relative_of(budget: int | str) -> Relative | None:
 
 
 def shares_that_work(size: int, *, plain_bytes: int, before_bytes: int) -> str:
-    """Return a sentence with the shares that a budget is, rounded up; empty if that is as much as the plain step."""
+    """Return a sentence with the shares equal to a budget, rounded up; empty if it covers the plain step."""
     if size > plain_bytes or plain_bytes <= before_bytes:
         return ""
     of_peak = math.ceil(100 * size / plain_bytes)
@@ -88,7 +88,7 @@ def checked_bytes(budget: int | str) -> int:
     """Return the bytes of a budget that is a size.
 
     Raises:
-        BudgetError: It is none, or one that nobody means: `60` and `0.6`.
+        BudgetError: It is no size, or an implausible one: `60` and `0.6`.
     """
     number = _number_of(budget)
     if number is not None and 0 < number < _LEAST_BYTES and budget is not True:
@@ -101,7 +101,7 @@ def checked_bytes(budget: int | str) -> int:
 
 
 def _number_of(budget: object) -> float | None:
-    """Return a budget that is a bare number, or text that is one."""
+    """Return a budget that is a bare number, or text with one."""
     if isinstance(budget, int | float):
         return float(budget) if abs(budget) < _LEAST_BYTES else None
     if (
@@ -118,8 +118,8 @@ def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None
 
     Args:
         budget: Bytes, or a size like `"6GiB"`.
-        device: The device that it is for; of one that is not here, the name.
-        capacity: The bytes of a device that is not here.
+        device: The device of the budget; the name of an absent one.
+        capacity: The bytes of an absent device.
 
     Raises:
         BudgetError: It is no size, or more than the device has.
@@ -137,7 +137,7 @@ def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None
 def check_budget(
     budget: int | str, device: torch.device | str, capacity: int | None = None, *, margin: int | str = 0
 ) -> None:
-    """Raise where a budget cannot be met on a device, or a margin leaves nothing of it, before any work is done.
+    """Raise if a budget cannot be met on a device, or a margin leaves nothing of it, before any work is done.
 
     Raises:
         BudgetError: It is no budget, or more than the device has; or the margin is no size, or as large
@@ -162,12 +162,12 @@ def margin_of(margin: int | str) -> int:
 
 
 def capacity_of(device: torch.device) -> int | None:
-    """Return the bytes that a device has in all; None if that cannot be known."""
+    """Return the total bytes of a device; None if unknown."""
     accelerator = accelerator_of(device)
     return HostMachine().capacity_bytes() if accelerator.is_host else accelerator.total_bytes(device)
 
 
 def free_on(device: torch.device) -> int | None:
-    """Return the bytes that are free on a device now; None if that cannot be known."""
+    """Return the bytes that are free on a device now; None if unknown."""
     accelerator = accelerator_of(device)
     return HostMachine().free_bytes() if accelerator.is_host else accelerator.free_bytes(device)

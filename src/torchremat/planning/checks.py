@@ -1,10 +1,10 @@
-"""What is checked while a model trains under a plan: that its steps are those that the plan counted, in bytes.
+"""The checks while a model trains under a plan: that the bytes of its steps are those that the plan counted.
 
-    DistributedDataParallel around it since    at the first forward, by the buckets
+    DistributedDataParallel put around it      at the first forward, by the buckets
     an optimizer that was not planned          when one has stepped, by its state
-    more than the budget                       at each forward by the counters of a device, on the CPU now and then
+    more than the budget                       at each forward by the counters of a device, on the CPU occasionally
 
-What changes nothing for the budget is not told.
+Changes without an effect on the budget are not reported.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torchremat.planning.soundings import Soundings
 from torchremat.planning.trained import Trained
 from torchremat.tensors.sizes import format_bytes
 
-# An optimizer that has less than this share of the state that was planned is another kind. Others may have less for a
-# while: parameters that get no gradient at first have no state.
+# An optimizer with less than this share of the planned state is of another kind. The planned kind may have less for a
+# while: parameters without a gradient at first have no state.
 _LITTLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedBytes:
-    """What a plan has counted.
+    """The bytes that a plan has counted.
 
     Attributes:
-        device: Whose bytes, as plans call it.
+        device: The device of the bytes, by its name in plans.
         budget_bytes: The budget.
         peak_bytes: The predicted peak.
-        state_bytes: State of the optimizer.
+        state_bytes: Bytes of the optimizer's state.
         has_optimizer: Whether one was given.
-        bucket_bytes: What data parallelism communicates from.
+        bucket_bytes: Bytes of the buckets that data parallelism communicates from.
         recomputes: Whether anything is recomputed or stored.
     """
 
@@ -52,12 +52,12 @@ class CountedBytes:
 
 
 class Checks:
-    """What is checked on a model under a plan, and on copies of it; it keeps neither alive.
+    """The checks on a model under a plan, and on copies of it; they keep neither alive.
 
     Args:
-        counted: What the plan has counted.
-        model: The model; None where it has come out of a file together with its plan.
-        device: Where its parameters are.
+        counted: The bytes that the plan has counted.
+        model: The model; None if it was loaded from a file together with its plan.
+        device: The device of its parameters.
     """
 
     def __init__(self, counted: CountedBytes, device: torch.device, model: nn.Module | None = None) -> None:
@@ -77,16 +77,16 @@ class Checks:
         return Checks, (self._counted, self._device)
 
     def only_counters(self) -> None:
-        """Check nothing but the counters of the device: the budget is a part of what somebody else counts."""
+        """Check only the counters of the device: the budget is a part of one that another owner counts."""
         self._is_first, self._is_stepped, self._soundings = False, True, None
 
     def begun(self, module: nn.Module, name: str, args: object) -> None:
-        """Check what can be checked when a forward begins.
+        """Run the checks that are possible when a forward begins.
 
         Args:
-            module: What is called.
-            name: The words for it.
-            args: What it is called with.
+            module: The called module.
+            name: Its name in messages.
+            args: Its arguments.
         """
         self._trained.meet(module)
         if self._is_first:
@@ -107,12 +107,12 @@ class Checks:
                 self._tell_measured(*found)
 
     def came(self, output: object) -> None:
-        """Take note of what a forward has returned."""
+        """Record the output of a forward."""
         if self._soundings is not None:
             self._soundings.came(output)
 
     def failed(self) -> None:
-        """Take note that a forward has raised."""
+        """Record that a forward has raised."""
         if self._soundings is not None:
             self._soundings.stop()
 
@@ -175,6 +175,6 @@ class Checks:
 
 
 def checks_on(model: nn.Module, counted: CountedBytes) -> Checks:
-    """Return what is checked on a model under a plan that has counted this."""
+    """Return the checks on a model under a plan that has counted these bytes."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     return Checks(counted, device, model)

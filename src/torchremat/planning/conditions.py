@@ -1,4 +1,4 @@
-"""Under which conditions a plan was made: what beside the shapes decides which tensors a step saves, and how large."""
+"""The conditions of a plan: all that decides, in addition to shapes, which tensors a step saves, and their sizes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torchremat._compat.sharding import is_managed
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How one call of a module found things.
+    """The conditions that one call of a module found.
 
     Attributes:
-        resting: The modules that are in the mode of evaluation with all that is in them, outermost first.
-        autocast: By type of device what autocast casts to, "" where it is off; devices of the parameters alone.
-        dtypes: Of the parameters.
-        is_sharded: Whether FSDP2 has sharded some of it.
-        is_checkpointed: Whether some of it recomputes by itself, as `gradient_checkpointing_enable` makes it.
+        resting: The modules that are in evaluation mode with all their submodules, outermost first.
+        autocast: By device type the dtype that autocast casts to, "" where it is off; only devices of the parameters.
+        dtypes: Dtypes of the parameters.
+        is_sharded: Whether FSDP2 has sharded some of the module.
+        is_checkpointed: Whether some of it recomputes on its own, as after `gradient_checkpointing_enable`.
         compiled: The modules that are compiled, outermost first; None in plans that are older than this.
-        checkpointed_by: The words for what made it recompute by itself.
+        checkpointed_by: The cause of its own recompute, for messages.
     """
 
     resting: tuple[str, ...]
@@ -37,7 +37,7 @@ class Conditions:
     checkpointed_by: str = field(default="", compare=False, metadata={"written": False})
 
     def differences(self, now: Conditions) -> list[str]:
-        """Return in words how a call finds things otherwise than this one did."""
+        """Return in words how the conditions of a call differ from these."""
         told: list[str] = []
         if now.resting != self.resting:
             told.append(
@@ -75,7 +75,7 @@ class Conditions:
 
 
 def conditions_of(module: nn.Module) -> Conditions:
-    """Return how a call of a module finds things now."""
+    """Return the conditions that a call of a module finds now."""
     parameters = list(module.parameters())
     kinds = sorted({one.device.type for one in parameters})
     return Conditions(

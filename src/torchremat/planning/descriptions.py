@@ -1,4 +1,4 @@
-"""What planners tell: plans, with units, what they hold, inputs and the predicted step; and that nothing fits."""
+"""The reports of planners: plans, with units, held operators, inputs and the predicted step; and that nothing fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUnit:
-    """Return what a plan tells about a unit, with the line where each module is written by its name."""
+    """Return the entry of a unit in a plan; `lines` has the source line of each module by name."""
     found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
     saved = (*(size.saved - set(found.inputs)), *size.left)
     return PlannedUnit(
@@ -59,7 +59,7 @@ def lines_of(model: nn.Module) -> dict[str, str]:
 
 
 def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
-    """Return what the units hold that a tree keeps in part."""
+    """Return the held operators of the units that a tree keeps in part."""
     units: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
     for unit, number in chosen_options(tree):
         option = own.options[unit][number - 1]
@@ -71,7 +71,7 @@ def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
 
 
 def input_sizes(own: Profile) -> InputSizes:
-    """Return how large the inputs of the roots were."""
+    """Return the sizes of the inputs of the roots."""
     elements: dict[str, int] = {}
     for root in own.units.roots:
         call = own.units.trace.calls[root]
@@ -80,7 +80,7 @@ def input_sizes(own: Profile) -> InputSizes:
 
 
 def conditions_by_root(own: Profile) -> dict[str, Conditions]:
-    """Return how the first call of each root found things."""
+    """Return the conditions that the first call of each root found."""
     calls = (own.units.trace.calls[root] for root in reversed(own.units.roots))
     return {call.name: call.conditions for call in calls if call.conditions is not None}
 
@@ -88,10 +88,10 @@ def conditions_by_root(own: Profile) -> dict[str, Conditions]:
 def curve_of(
     own: Profile, tree: Tree, fixed_bytes: int, offloads: Offloads = NO_LOADS, *, lasts_s: float
 ) -> tuple[Point, ...]:
-    """Return the predicted step under a tree: a point where each piece begins, and one at its peak.
+    """Return the predicted step under a tree: a point at the beginning of each piece, and one at its peak.
 
-    Units are timed in runs that watch them, and steps in others: what each takes is a share of `lasts_s`, the seconds
-    of the step that the plan tells.
+    Units are timed in watched runs, and steps in others: the seconds of each piece are a share of `lasts_s`, the
+    seconds of the step in the plan.
     """
     points: list[Point] = []
     now_s, running = 0.0, 0.0
@@ -131,15 +131,15 @@ def made_plan(
     """Return a candidate as a plan.
 
     Args:
-        planner: Which found it.
+        planner: The planner that found it.
         found: The candidate.
         size: The budget in bytes.
-        budget: The same as it was given.
-        plain: The peak of a plain step, and where it is known from.
-        margin_bytes: What of the budget has to stay free.
+        budget: The budget as it was given.
+        plain: The peak of a plain step, and its source.
+        margin_bytes: Bytes of the budget that have to stay free.
         parameters: Shapes of the model's parameters, by name.
-        lines: Where the model's modules are written, by name.
-        stores: Those that were offered.
+        lines: Source lines of the model's modules, by name.
+        stores: The given stores.
     """
     own, before, step = found.profile, planner.profile.before, planner.plain_step
     state = own.optimizer.state_bytes if own.optimizer is not None else 0
@@ -167,7 +167,7 @@ def made_plan(
         recomputed_flops=found.prediction.flops,
         recomputed_calls=found.prediction.calls,
         flops=own.units.trace.flops,
-        # A search whose time was over may know no lower peak than that of the plan.
+        # A search that ran out of time may know no lower peak than that of the plan.
         floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
         parameters=parameters,
         inputs=input_sizes(own),
@@ -200,11 +200,11 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, 
     """Return the message for a budget that no plan fits.
 
     Args:
-        planner: What was asked.
+        planner: The planner that was asked.
         size: The budget in bytes.
-        budget: The same as it was given.
-        plain_bytes: The peak of a plain step, which shares are of.
-        reserved_bytes: What of it has to stay free.
+        budget: The budget as it was given.
+        plain_bytes: The peak of a plain step, the base of shares.
+        reserved_bytes: Bytes of the budget that have to stay free.
     """
     floor, floor_bytes = planner.solver.floor, planner.floor_bytes + reserved_bytes
     shares = shares_that_work(floor_bytes, plain_bytes=plain_bytes, before_bytes=planner.fixed_bytes)
@@ -233,7 +233,7 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, 
 
 
 def compiled_whole(profile: Profile) -> str | None:
-    """Return the compiled unit in which more is saved than in all others, by its name; None if there is none."""
+    """Return the name of the compiled unit that saves more than all others together; None if none does."""
     inside_bytes = [size.inside_bytes for size in profile.sizes]
     largest = inside_bytes.index(max(inside_bytes))
     runs = (profile.units.trace.operators.runs[index] for index in operators_of(profile, largest))

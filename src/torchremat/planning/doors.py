@@ -47,19 +47,19 @@ def plan(
         model: The model.
         step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
         budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`; `"60%"` of the plain step's peak;
-            `"40% of activations"`, of what of that does not lie there before the step; or `"min"`, the smallest that
-            works.
+            `"40% of activations"`, a share of the part of that peak beyond the live bytes before the step; or `"min"`,
+            the smallest that works.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
+        device: The device whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
         cost: What to minimise, `"seconds"` or `"flops"`.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        margin: Bytes of the budget to leave free, for the allocator's overhead.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
-        stores: Where saved tensors may wait instead of being recomputed, where that is faster; how fast each of them
-            is gets measured. Without any, nothing is stored.
+        stores: Stores where saved tensors may wait instead of being recomputed, if that is faster; the speed of each is
+            measured. Without any, nothing is stored.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
-        on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
-        progress: Called with how far planning is; what it raises ends planning. If not given, a bar is shown in a
-            terminal beyond two seconds, where rich is installed. False for neither.
+        on: `"meta"` to plan without running anything, possibly for an absent device; see `Planner`.
+        progress: Called with the progress of planning; an exception that it raises ends planning. If not given, a bar
+            is shown in a terminal beyond two seconds, if rich is installed. False for neither.
 
     Raises:
         BudgetError: The budget or the margin is no size, or no plan fits it.
@@ -101,7 +101,7 @@ def frontier(
     on: Literal["meta"] | None = None,
     progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> Frontier:
-    """Return what a step takes under the best plan for each budget, from the plain step to the lowest peak.
+    """Return peak and time of a step under the best plan for each budget, from the plain step to the lowest peak.
 
     Profiles once, as `plan` does; model, gradients, buffers, generators and hooks are as they were.
 
@@ -111,7 +111,8 @@ def frontier(
         optimizer: As for `plan`.
         device: As for `plan`.
         cost: What to minimise, `"seconds"` or `"flops"`.
-        points: For how many budgets, at least 2, plans are sought. Those no lower than a cheaper one are left out.
+        points: The number of budgets, at least 2, to search plans for. Plans with no lower peak than a cheaper one are
+            left out.
         operators: As for `plan`.
         stores: As for `plan`.
         allow_lossy: As for `plan`.

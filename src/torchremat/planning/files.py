@@ -20,7 +20,7 @@ from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
 SCHEMA = "torchremat.plan"
 VERSION = 1
 
-# Beyond this nothing is a number of a plan, and floats end not much later.
+# No number of a plan is beyond this, and floats end not much later.
 _MOST_BITS = 128
 
 T = TypeVar("T")

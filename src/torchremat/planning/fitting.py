@@ -31,7 +31,7 @@ _MOST_ATTEMPTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A plan that is on a model, and what a real step under it has needed.
+    """A plan that is on a model, and the measured peak of a real step under it.
 
     Attributes:
         plan: The plan.
@@ -101,8 +101,8 @@ def fit(
 
 
 def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: int | str = 0) -> Fitted:
-    """Apply a plan of a planner that is there already, see `fit`, and return what came of it."""
-    subject = planner.subject  # what it has written is known
+    """Apply a plan of an existing planner, see `fit`, and return the result."""
+    subject = planner.subject  # its writes are known
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
     before = planner.profile.before

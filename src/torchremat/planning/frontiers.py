@@ -25,23 +25,23 @@ from torchremat.views.viewed import Viewed
 if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
 
-POINTS = 24  # for how many budgets plans are sought if nobody says
+POINTS = 24  # default number of budgets to search plans for
 
-# How much of the search is told to be done after the lowest peak; tables are made there for all limits.
+# The reported share of the search after the lowest peak; tables are made there for all limits.
 _FLOOR_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
-    """What a step takes under one plan.
+    """Peak and time of a step under one plan.
 
     Attributes:
-        budget_bytes: The smallest budget for which it is made: pass this to `plan` or `fit`.
-        peak_bytes: Predicted peak of a training step, what lies there before it included.
-        step_bytes: The same of forward and backward alone, without what lies there before.
+        budget_bytes: The smallest budget for which the plan is made: pass this to `plan` or `fit`.
+        peak_bytes: Predicted peak of a training step, including the live bytes before it.
+        step_bytes: Predicted peak of forward and backward alone, without the live bytes before.
         recompute_seconds: Predicted seconds of recomputing.
         recomputed_flops: Flops that are recomputed.
-        stored_bytes: What goes to stores in a step, and comes back.
+        stored_bytes: Bytes that go to stores in a step, and come back.
         slowdown: Predicted seconds of a step over those of a plain one.
     """
 
@@ -56,16 +56,16 @@ class FrontierPoint:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Frontier(Viewed):
-    """The plans of which none is better than another in both peak and time. Made by `frontier`.
+    """The plans of which none beats another in both peak and time. Made by `frontier`.
 
     It keeps the planner, so a plan for any budget is made in milliseconds, the first one after one more run of the
     step, for its certificate. All processes that train a model together have the same points, and call `plan` together.
 
     Attributes:
         points: From the plain step, which recomputes nothing, to the lowest peak that was found.
-        cost: What was minimised beside the peak.
-        device: The device that the bytes are on; without running the name of the one that is described.
-        ran_out: Whether the search ended because its time was over, so that better points may have been left out.
+        cost: The quantity that was minimised in addition to the peak.
+        device: The device that the bytes are on; when planning without running, the name of the described one.
+        ran_out: Whether the search ran out of time, so that better points may be missing.
     """
 
     points: tuple[FrontierPoint, ...]
@@ -77,7 +77,7 @@ class Frontier(Viewed):
 
     @cached_property
     def shown(self) -> tuple[FrontierPoint, ...]:
-        """The points of which none has both a higher peak and more time than another: of fewest flops, not all have."""
+        """The points not beaten by another in both peak and time; points chosen for fewest flops may be beaten."""
         plain, *others = self.points
         shown: list[FrontierPoint] = []
         for point in reversed(others):
@@ -87,7 +87,7 @@ class Frontier(Viewed):
 
     @property
     def is_choice(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether the frontier offers a choice."""
         return len(self.points) > 1
 
     @property
@@ -97,7 +97,7 @@ class Frontier(Viewed):
 
     @property
     def knee(self) -> FrontierPoint | None:
-        """The point beyond which each byte costs more time than before it; None if none stands out."""
+        """The point beyond which each byte costs more time than before it; None if no point stands out."""
         place = knee_of([point.peak_bytes for point in self.shown], [point.slowdown for point in self.shown])
         return None if place is None else self.shown[place]
 
@@ -149,10 +149,10 @@ class Frontier(Viewed):
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
-        """Draw peak against time into an image file, with floor and knee; its ending says which kind.
+        """Draw peak against time into an image file, with floor and knee; the extension selects the format.
 
         Raises:
-            UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+            UnsupportedError: matplotlib is not installed, or does not support the extension.
         """
         draw([self.staircase("")], path, title=f"Peak against time on {self.device}, planned by {self.cost}")
 
@@ -164,7 +164,7 @@ class Frontier(Viewed):
         return f"<Frontier: {len(self.points)} points, {format_bytes(self.points[0].peak_bytes)} plain to {lowest}>"
 
     def staircase(self, name: str) -> Staircase:
-        """Return the points that are shown, ready to draw, under a name."""
+        """Return the shown points, ready to draw, under a name."""
         return Staircase(
             name=name,
             peak_bytes=tuple(point.peak_bytes for point in self.shown),
@@ -188,7 +188,7 @@ class Frontier(Viewed):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is to be said beside the points: that there is only one, or that the time did not suffice."""
+        """Remarks on the points: that only one exists, or that the search ran out of time."""
         found = [] if self.is_choice else [self.no_choice]
         if hidden := len(self.points) - len(self.shown):
             found.append(
@@ -198,12 +198,12 @@ class Frontier(Viewed):
 
     @property
     def no_choice(self) -> str:
-        """What is to be said if there is only one point."""
+        """The remark if only one point exists."""
         return "nothing to choose: no plan lowers the peak of this step, which is where nothing can be recomputed."
 
 
 def check_points(points: int) -> None:
-    """Raise an UnsupportedError where a number of points is none."""
+    """Raise an UnsupportedError if a number of points is not valid."""
     if type(points) is not int or points < 2:
         raise UnsupportedError(
             f"points={points!r}: an int of at least 2 is needed, for the plain step and the lowest peak."
@@ -211,7 +211,7 @@ def check_points(points: int) -> None:
 
 
 def frontier_of(planner: Planner, points: int) -> Frontier:
-    """Return the frontier of a planner, which has its profile already; see `frontier`."""
+    """Return the frontier of a planner, which already has its profile; see `frontier`."""
     candidates: list[Candidate] = []
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:

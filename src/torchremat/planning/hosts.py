@@ -1,7 +1,7 @@
-"""The memory of the machine that this process runs on, as far as the process may use it.
+"""The part of the machine's memory that this process may use.
 
-What the system has is not all: a container, a job of a scheduler or a service has a limit of its own, its control
-group's, and goes when it is above that. And what is used is not all that is taken: the cache of files makes room.
+The system's memory is not the only limit: a container, a job of a scheduler or a service has a limit of its own, its
+control group's, and is killed above it. And used memory is not all unavailable: the file cache makes room.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ class HostMachine:
     """A machine.
 
     Attributes:
-        root: Where its file system begins.
+        root: The root of its file system.
     """
 
     root: Path = Path("/")
 
     def capacity_bytes(self) -> int | None:
-        """Return the bytes that the process can have in all; None if that cannot be known."""
+        """Return the total bytes that the process can have; None if unknown."""
         known = [_paged_bytes("SC_PHYS_PAGES"), *(group.limit_bytes for group in self._groups())]
         return min((one for one in known if one is not None), default=None)
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that the process could have now, beside what it has; None if that cannot be known."""
+        """Return the bytes that the process could have now, in addition to its own; None if unknown."""
         system = self._available_bytes()
         known = [_paged_bytes("SC_AVPHYS_PAGES") if system is None else system]
         known += [group.free_bytes for group in self._groups()]
         return min((one for one in known if one is not None), default=None)
 
     def _available_bytes(self) -> int | None:
-        """Return what is free, and what the cache of files would make room for; None where the system does not say."""
+        """Return the free bytes, with those that the file cache would release; None if not reported."""
         found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(self.root / "proc/meminfo"), re.MULTILINE)
         return None if found is None else 1024 * int(found[1])
 
     def _groups(self) -> Generator[_ControlGroup]:
-        """Yield the control groups of the process that have a limit, its own and those around it."""
+        """Yield the control groups of the process that have a limit, its own and its ancestors."""
         for line in _text(self.root / "proc/self/cgroup").splitlines():
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if not controllers:
@@ -50,7 +50,7 @@ class HostMachine:
                 base, names = self.root / "sys/fs/cgroup/memory", _FIRST
             else:
                 continue
-            # In a container the path may be the host's, of which only the last part is there, as the base itself.
+            # In a container the path may be the host's; only its last part exists there, as the base itself.
             inner = base / path.lstrip("/")
             for folder in (inner, *inner.parents):
                 if not folder.is_relative_to(base):
@@ -62,7 +62,7 @@ class HostMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupNames:
-    """The names of the files of a control group, and of the numbers in the last one that the cache of files has."""
+    """The names of the files of a control group, and of the file cache's numbers in the last file."""
 
     limit: str
     used: str
@@ -80,7 +80,7 @@ _FIRST = _GroupNames(
 
 @dataclass(frozen=True)
 class _ControlGroup:
-    """A control group with a limit; without one it has the word `max`, or in the first version a number beyond all."""
+    """A control group with a limit; no limit is the word `max`, or in the first version a huge number."""
 
     folder: Path
     names: _GroupNames
@@ -88,7 +88,7 @@ class _ControlGroup:
 
     @property
     def free_bytes(self) -> int | None:
-        """The bytes below the limit; None if it does not say what is used."""
+        """The bytes left below the limit; None if the group does not report its usage."""
         used_bytes = _number(self.folder / self.names.used)
         if used_bytes is None:
             return None
@@ -98,7 +98,7 @@ class _ControlGroup:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; nothing if there is none to read."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How large the inputs were that a plan was made for."""
+"""The sizes of the inputs that a plan was made for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InputSizes:
     elements: dict[str, int]
 
     def are_exceeded(self, name: str, args: object) -> str | None:
-        """Return in words that the arguments of a call of root `name` are larger than planned for, or None."""
+        """Return a message if the arguments of a call of root `name` are larger than planned, else None."""
         planned = self.elements.get(name)
         if planned is None:
             return None
@@ -31,5 +31,5 @@ class InputSizes:
 
 
 def elements_in(tensors: Iterable[Tensor]) -> int:
-    """Return how many elements tensors have, without those that are numbers: nothing has their size."""
+    """Return the number of elements of tensors, without 0-D tensors: no other size depends on theirs."""
     return sum(tensor.numel() for tensor in tensors if tensor.dim())

@@ -37,12 +37,12 @@ from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """One call of a unit, as it will be recognised.
+    """One call of a unit, with the keys that identify it.
 
     Attributes:
         name: The module's name.
-        number: How often it was called before in the same call of the root.
-        inside: Names of the modules that are called inside of it.
+        number: The number of its earlier calls in the same call of the root.
+        inside: Names of the modules that are called inside it.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Calls:
     """The calls that were planned.
 
     Attributes:
-        units: Those of all units.
-        others: Those between the units.
+        units: The calls of all units.
+        others: The calls between the units.
         roots: The names of the roots.
-        opened: The calls that units lie in.
+        opened: The calls that contain units.
         met: The names of all modules that were called; none in plans that are older than this.
-        vary: Whether values may decide which calls are made, as in mixtures of experts.
+        vary: Whether the calls may depend on values, as in mixtures of experts.
     """
 
     units: tuple[tuple[PlannedCall, ...], ...]
@@ -72,14 +72,14 @@ class Calls:
 
 
 def calls_of(units: Units) -> Calls:
-    """Return what has to be known of units to put a tree on a model."""
+    """Return the calls that must be known to put a tree of units on a model."""
     trace = units.trace
 
     def planned(call: int, key: tuple[str, int]) -> PlannedCall:
         inside = frozenset(trace.calls[inner].name for inner in trace.descendants(call))
         return PlannedCall(name=key[0], number=key[1], inside=inside)
 
-    # One that was taken apart is counted only where another call of the same module was not.
+    # A split call is counted only where another call of the same module was not split.
     whole = {name for unit in units.units for name, _ in unit.keys}
     return Calls(
         units=tuple(tuple(map(planned, unit.calls, unit.keys)) for unit in units.units),
@@ -92,25 +92,25 @@ def calls_of(units: Units) -> Calls:
 
 
 def unmet_modules(model: nn.Module, calls: Calls) -> dict[str, str]:
-    """Return the modules of which no call was met, the outermost of each root alone, by name: the name of the root."""
+    """Return the modules without a traced call, by name with the name of the root; only the outermost of each root."""
     found: dict[str, str] = {}
     for name, module in visible_modules(model) if calls.met else ():
         root = next((one for one in calls.roots if is_part_of(name, one)), None)
         if root is None or name in calls.met or any(is_part_of(name, other) for other in found):
             continue
-        if can_be_wrapped(module):  # lists of modules are not called, and what is in them may be
+        if can_be_wrapped(module):  # lists of modules are not called, but their items may be
             found[name] = root
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOperators:
-    """What units that are kept in part hold: the outputs of some operators. The rest of them is recomputed.
+    """The operators whose outputs units kept in part hold. The rest of these units is recomputed.
 
     Attributes:
         units: The units, by number.
-        operators: The names of all operators that each of them runs, as torch has them, without casts and views.
-        held: The numbers of those whose outputs are held.
+        operators: The torch names of all operators that each of them runs, without casts and views.
+        held: The numbers of the operators whose outputs are held.
     """
 
     units: tuple[int, ...]
@@ -119,13 +119,13 @@ class HeldOperators:
 
     @property
     def policy(self) -> Policy:
-        """The policy that holds them."""
+        """The policy that holds these outputs."""
         return save_ordinals(self.operators, frozenset(self.held))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Application:
-    """What of a plan is put on a model, by which it is known there again: on copies, and by plans that are equal."""
+    """The part of a plan that is put on a model; it identifies the plan there, on copies, and by equal plans."""
 
     calls: Calls
     tree: Tree
@@ -142,7 +142,7 @@ def choices_of(
 ) -> dict[tuple[str, int], CallDecision]:
     """Return the regions that each call runs in, and the stops of the calls of some units.
 
-    A kept call has no entry, unless a module that has one is called inside of it and would be counted.
+    A kept call has no entry, unless a module that has one is called inside it and would be counted.
     """
     choices: dict[tuple[str, int], CallDecision] = {}
     own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}
@@ -169,7 +169,7 @@ def _choose(
     choices: dict[tuple[str, int], CallDecision],
     own: dict[int, Settings],
 ) -> Iterable[int]:
-    """Enter the calls in regions into `choices`, and yield the units that are in none.
+    """Enter the calls in regions into `choices`, and yield the units that are in no region.
 
     `own` are the settings of units that are regions of their own, since they are kept in part.
     """
@@ -205,9 +205,9 @@ def install(
     unmet: Mapping[str, str] | None = None,
     checks: Checks | None = None,
 ) -> Application:
-    """Make the calls of a model regions as a tree says, and return what is on it now; on an error nothing changes.
+    """Make the calls of a model regions by a tree, and return the application; on an error nothing changes.
 
-    Calls of `unmet` modules, by name with the root of each, are told and are regions of their own.
+    Calls of `unmet` modules, by name with the root of each, are reported, and are regions of their own.
     """
     held, transfers = tuple(held), {} if offload_schedule is None else dict(offload_schedule.transfers)
     applied = Application(calls=calls, tree=tree, held=held, transfers=transfers)
@@ -220,7 +220,7 @@ def install(
     try:
         for name in sorted(names.union(calls.roots, watched)):
             module = model.get_submodule(name)
-            # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
+            # A root that is itself the unit has no caller that opens a scope: each of its calls is a region.
             if name in names and name in calls.roots:
                 own = next((place.settings for place in choices[name, 0].places), None) or settings
             else:
@@ -266,7 +266,7 @@ def bare(model: nn.Module) -> Generator[None]:
     """Take the forwards that were put on a model off for a block.
 
     Raises:
-        WrapError: Another library has put something around one since, and would go on calling it.
+        WrapError: Another library has wrapped one of them since, and would go on calling it.
     """
     check_uncovered(model)
     aside = [(module, *found) for module in model.modules() if (found := wrapped_forward(module)) is not None]
@@ -288,15 +288,15 @@ def applied_scopes(model: nn.Module) -> list[PlannedScope]:
 
 
 def expect_larger(model: nn.Module) -> None:
-    """Let the plan on a model say nothing of larger inputs: who has put it on looks after these."""
+    """Let the plan on a model not warn of larger inputs: the owner of the plan handles these."""
     for scope in applied_scopes(model):
         scope.told.append("")
 
 
 def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
-    """Return the modules on which `install` has put the same, on this model or on the one that it is a copy of."""
+    """Return the modules with the same application by `install`, on this model or on the one that it is a copy of."""
     found: list[nn.Module] = []
-    known: dict[int, bool] = {}  # all modules of a model have one and the same
+    known: dict[int, bool] = {}  # all modules of a model share one
     for module in model.modules():
         forward = forward_under(module)
         owner = None if forward is None else forward.owner
@@ -306,7 +306,7 @@ def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
 
 
 def put_on(model: nn.Module) -> str:
-    """Return in words what is on a model: plans, and modules that were wrapped otherwise."""
+    """Return a description of what is on a model: plans, and otherwise wrapped modules."""
     wrapped = [(name, found) for name, module in model.named_modules() if (found := forward_under(module))]
     others = [f"`{name}`" if name else "the model" for name, forward in wrapped if forward.owner is None]
     words = [f"`wrap` of {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"] if others else []
@@ -316,10 +316,10 @@ def put_on(model: nn.Module) -> str:
 
 
 def uninstall(model: nn.Module, applied: Application) -> None:
-    """Take off what `install` has put on, and nothing else.
+    """Undo `install`, and nothing else.
 
     Raises:
-        WrapError: Another library has put something around a forward since; nothing has changed.
+        WrapError: Another library has wrapped a forward since; nothing has changed.
     """
     check_uncovered(model)
     for module in modules_under(model, applied):

@@ -1,4 +1,4 @@
-"""Whether a device has given out more than the budget of the plan that a model trains under."""
+"""Whether a device has allocated more than the budget of the plan that a model trains under."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchremat.tensors.sizes import format_bytes
 class Overruns:
     """Looks at the counters of a device whenever a forward under a plan begins, and warns once.
 
-    What lies between two forwards is a backward, the step of the optimizer, and whatever else the program does.
+    Between two forwards run a backward, the step of the optimizer, and anything else that the program does.
 
     Args:
-        device: One whose allocator counts.
-        budget_bytes: What it may give out.
-        peak_bytes: What was predicted.
+        device: A device whose allocator counts.
+        budget_bytes: Bytes that it may allocate.
+        peak_bytes: The predicted peak.
     """
 
     def __init__(self, device: torch.device, *, budget_bytes: int, peak_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Overruns:
         self._is_told = False
 
     def look(self) -> None:
-        """Warn if more was given out since the forward before."""
+        """Warn if more was allocated since the previous forward."""
         if self._is_told:
             return
         accelerator, past = accelerator_of(self._device), rehearsals()
@@ -37,7 +37,7 @@ class Overruns:
         if peak_bytes <= self._budget_bytes:
             self._rehearsals = past
         elif past != self._rehearsals:
-            # A plain step that was measured meanwhile, as while planning, has set a record that is no step's.
+            # A plain step measured meanwhile, as while planning, has set a record that belongs to no training step.
             self._rehearsals = past
             accelerator.reset_peak(self._device)
         else:

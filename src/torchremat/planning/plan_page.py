@@ -1,4 +1,4 @@
-"""A plan as a page, and as a trace: the predicted step, plain and planned, and what becomes of each unit."""
+"""A plan as a page, and as a trace: the predicted step, plain and planned, and the choice for each unit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "w
 
 
 def phase_of(point: Point) -> Phase:
-    """Return what runs at a point of a predicted step."""
+    """Return the phase that runs at a point of a predicted step."""
     return _FIRST_WORDS.get(point.what.partition(" ")[0], "forward")
 
 
 def steps_of(plan: Plan) -> tuple[Step, Step]:
-    """Return the predicted step as there is to see of it: plain, and under the plan."""
+    """Return the visible parts of the predicted step: plain, and under the plan."""
     said = _said(plan)
     before_bytes = sum(plan.before_bytes.values())
     plain, planned = (_moments(curve, said) for curve in (plan.plain_curve, plan.curve))
@@ -68,7 +68,7 @@ def page_of(plan: Plan) -> Page:
 
 
 def _said(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Return what is told of each unit, by its name."""
+    """Return the remarks about each unit, by its name."""
     held = {unit: one for one in plan.held for unit in one.units}
     said: dict[str, tuple[str, ...]] = {}
     for place, unit in enumerate(plan.units):
@@ -81,7 +81,7 @@ def _said(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _unit_of(what: str) -> str:
-    """Return the unit in "forward of it", "forward after it" and the like; empty where there is none."""
+    """Return the unit in "forward of it", "forward after it" and the like; empty if none is named."""
     words = what.split(" ", 2)
     return words[2] if len(words) == 3 and words[0] in ("forward", "recompute", "backward") else ""
 
@@ -130,7 +130,7 @@ def _regions(plan: Plan) -> Iterator[Slice]:
 
 
 def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-    """Yield the names of the units of each region, in order, with what is told of it."""
+    """Yield the names of the units of each region, in order, with the remarks about it."""
     held = {unit: one for one in plan.held for unit in one.units}
     for node in plan.tree:
         names = [*dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])]
@@ -146,7 +146,7 @@ def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
 
 
 def _together(times: Sequence[tuple[float, float, str]]) -> Iterator[list[tuple[float, float, str]]]:
-    """Yield the stretches that follow each other without a pause, together."""
+    """Yield groups of stretches that follow each other without a pause."""
     group: list[tuple[float, float, str]] = []
     for one in times:
         if group and one[0] - group[-1][1] > _PAUSE_S:
@@ -164,7 +164,7 @@ def _region(
 
 
 def _stores(plan: Plan) -> Iterator[Slice]:
-    """Yield when what a unit saves is away: from the end of its forward to its backward, a row for each store."""
+    """Yield when saved tensors of units are stored: from the end of a forward to its backward, a row for each store."""
     times = [*_times(plan)]
     for one in plan.stored:
         name = plan.units[one.unit].name

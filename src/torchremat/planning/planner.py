@@ -41,10 +41,10 @@ from torchremat.tensors.handles import Store
 T = TypeVar("T")
 
 # Predictions are exact for most models, and off by some hundred bytes where kernels choose workspace by alignment,
-# whatever the size of the model. So many bytes of a budget are left free for that.
+# whatever the size of the model. This many bytes of a budget are left free for that.
 _ROOM_BYTES = 4096
 
-# How much of the search is told to be done when the plan is found, and only the lowest peak is sought.
+# The reported share of the search when the plan is found, and only the lowest peak is still sought.
 _SOLVING_SHARE = 0.75
 
 
@@ -55,28 +55,29 @@ class Planner:
         model: The model.
         step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` the device to plan for:
-            a name (`"h100"`), a file that `save_device` has written, or a `Device`.
-        cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
+        device: The device whose bytes count; that of the first parameter if not given. With `on="meta"` the device to
+            plan for: a name (`"h100"`), a file that `save_device` has written, or a `Device`.
+        cost: The quantity to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
-        stores: Where saved tensors may go instead of being recomputed; see `plan`.
+        stores: Stores where saved tensors may go instead of being recomputed; see `plan`.
         allow_lossy: Whether stores may lose digits.
-        on: `"meta"` to run nothing: the step is profiled on tensors without data, for a device that need not be here.
-            Model and batch may be real, on the meta device, or fakes.
-        progress: Called with how far planning is, here and later; what it raises ends planning. Nobody is told by
-            itself here; `progress_bar` of `torchremat.reports.bars` makes one who shows a bar.
+        on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
+            and batch may be real, on the meta device, or fakes.
+        progress: Called with the progress of planning, here and later; an exception that it raises ends planning. By
+            default progress is not shown here; `progress_bar` of `torchremat.reports.bars` makes an observer that shows
+            a bar.
 
     Attributes:
-        profile: What each unit of the step takes, by which it is planned; its fields may change without notice.
-        solver: What finds trees for the profile; as above.
-        subject: The step with all that it touches.
+        profile: Bytes and seconds of each unit of the step, the basis of plans; its fields may change without notice.
+        solver: The search for trees of the profile; its fields may change too.
+        subject: The step with everything that it touches.
 
     Raises:
         StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         PlanError: The model has wrapped modules already.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; with
-            `on="meta"` modules are compiled; or another option is something else than it can be.
+        UnsupportedError: One of the stores is no store, or is lossy and that is not allowed, or the stores are not
+            here; with `on="meta"` modules are compiled; or another option is not valid.
     """
 
     @without_our_frames
@@ -126,12 +127,12 @@ class Planner:
 
     @property
     def spent_seconds(self) -> float:
-        """What the planner has taken to be made, and the plan that is made now so far."""
+        """Seconds spent on making the planner, and on the current plan so far."""
         return self._profiled_s + time.perf_counter() - self._began_s
 
     @property
     def fixed_bytes(self) -> int:
-        """What lies in memory before every step but the first: the optimizer's state is there as well."""
+        """Live bytes before every step except the first: they include the optimizer's state."""
         state = self.profile.optimizer.state_bytes if self.profile.optimizer is not None else 0
         return self.profile.before.total_bytes + state
 
@@ -147,7 +148,7 @@ class Planner:
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest budget for which there is a plan, with a little room for what a prediction can be off."""
+        """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
         lowest_bytes = self.peak_of(self.solver.floor)
         is_plain = self.peak_of(self.solver.plain) <= lowest_bytes  # which needs no room
         return lowest_bytes if is_plain else self.budget_for(lowest_bytes)
@@ -159,14 +160,14 @@ class Planner:
     def save_device(self, path: str | Path) -> None:
         """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
 
-        One more step is run for it, with each operator measured. What it has measured is exact for operators of the
-        same shapes; others are estimated from the fastest ones.
+        One more step is run for it, with each operator measured. Its measurements are exact for operators of the same
+        shapes; others are estimated from the fastest ones.
 
         Args:
             path: The JSON file; give it as `device` to `plan(..., on="meta")`.
 
         Raises:
-            DeviceError: The planner itself plans for a device that is not here.
+            DeviceError: The planner itself plans for an absent device.
         """
         if not isinstance(self._machine, Here):
             raise DeviceError(f"{self.device} is not here, so there is nothing to measure. Make a planner there.")
@@ -205,10 +206,10 @@ class Planner:
         """Return the fastest plan found whose predicted peak is within the budget.
 
         Args:
-            budget: Bytes as an int or like `"6GiB"`; a share of the plain step's peak like `"60%"`, or of what of it
-                does not lie there before the step like `"40% of activations"`; or `"min"`, the smallest that works.
-            margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
-            tighten_bytes: Bytes by which an earlier plan for this budget was too high when it was measured.
+            budget: Bytes as an int or like `"6GiB"`; a share of the plain step's peak like `"60%"`, or of its part
+                beyond the live bytes before the step like `"40% of activations"`; or `"min"`, the smallest that works.
+            margin: Bytes of the budget to leave free, for the allocator's overhead.
+            tighten_bytes: Bytes by which the measured peak of an earlier plan was above this budget.
 
         Raises:
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
@@ -236,7 +237,7 @@ class Planner:
                 with search_budget.part(0.0, _SOLVING_SHARE):
                     found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
                 with search_budget.part(_SOLVING_SHARE, 1.0):
-                    _ = self.solver.floor  # which the plan tells, and the error
+                    _ = self.solver.floor  # which the plan and the error report
             if found is None:
                 reserved_bytes = margin_bytes + tighten_bytes
                 raise BudgetError(nothing_fits(self, size, str(budget), reserved_bytes, plain_bytes=plain_bytes))
@@ -244,24 +245,24 @@ class Planner:
 
     @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
-        """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
+        """Return peak and time of a step under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         self._began_s = time.perf_counter()
         return frontier_of(self, points)
 
     def for_all(self, made: Callable[[], T]) -> T:
-        """Return in each of the processes that train the model what the one with the largest step makes."""
+        """Return in each process that trains the model the result made by the process with the largest step."""
         if self._peers.are_several:
-            _ = self.plain_step  # which all have to run, as it reduces gradients
+            _ = self.plain_step  # which all processes have to run, as it reduces gradients
         return self._peers.at(self._leader, made)
 
     @property
     def device(self) -> str:
-        """Whose bytes count, by name."""
+        """The device whose bytes count, by name."""
         return self._machine.name
 
     def bytes_of_relative(self, budget: Relative, reserved_bytes: int = 0) -> int:
-        """Return a budget that depends on the step in bytes; what is reserved comes on top of the smallest."""
+        """Return a relative budget in bytes; reserved bytes come on top of the smallest."""
 
         def smallest() -> int:
             with heap_set_aside(), self.solver.search_budget.running(1 - _SOLVING_SHARE):
@@ -271,7 +272,7 @@ class Planner:
         return budget.bytes(plain_bytes=plain_bytes, before_bytes=self.fixed_bytes, smallest=smallest)
 
     def bytes_of(self, budget: int | str) -> int:
-        """Return a budget that does not depend on the step in bytes.
+        """Return an absolute budget in bytes.
 
         Raises:
             BudgetError: It is no size, or more than the device has.

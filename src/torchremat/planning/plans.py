@@ -1,4 +1,4 @@
-"""A plan: what becomes of each unit, with predicted bytes and seconds. Pure data, and the two verbs that use it."""
+"""A plan: the choice for each unit, with predicted bytes and seconds. Pure data, and the two verbs that use it."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ PlainSource = Literal["measured", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUnit:
-    """One unit in a plan, for people to read.
+    """One unit in a plan, in readable form.
 
     Attributes:
         name: The names of its modules.
         kind: Their types.
-        saved_bytes: What it holds from forward to backward if it is kept, beyond its inputs.
-        input_bytes: Its inputs.
-        seconds: Of one forward.
-        flops: Of one forward.
+        saved_bytes: Bytes that it holds from forward to backward if it is kept, beyond its inputs.
+        input_bytes: Bytes of its inputs.
+        seconds: Seconds of one forward.
+        flops: Flops of one forward.
         line: File and line of the code of its first module; a plan that was loaded has none.
     """
 
@@ -72,7 +72,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A moment of a predicted step: when, the bytes live, and what runs."""
+    """A point of a predicted step: its time, the live bytes, and what runs."""
 
     seconds: float
     live_bytes: int
@@ -83,21 +83,21 @@ class Point:
 class Plan(ViewedOverTime):
     """A choice for a whole model under a budget. Made by `plan`, put on a model by `apply`.
 
-    Bytes are absolute: what lies in memory before the step is included.
+    Bytes are absolute: they include the live bytes before the step.
 
     Attributes:
         budget_bytes: The budget.
         budget: The budget as it was given.
         device: The device that the bytes are on.
-        cost: What was minimised.
+        cost: The quantity that was minimised.
         tree: The choice.
         units: The units that the tree is over.
-        calls: How their calls are recognised.
+        calls: The keys that identify their calls.
         peak_bytes: Predicted peak of a training step: the larger of the next two.
         step_peak_bytes: Predicted peak of forward and backward.
         optimizer_peak_bytes: Peak of `optimizer.step()`; None if no optimizer was given.
         optimizer_state_bytes: State that the optimizer will have after its first step; part of `step_peak_bytes`.
-        before_bytes: What lies in memory before a step: parameters, gradients, buffers, optimizer state, inputs.
+        before_bytes: Live bytes before a step: parameters, gradients, buffers, optimizer state, inputs.
         kept_bytes: Predicted bytes that the forward leaves for the backward.
         where: What runs at the predicted peak of forward and backward.
         plain_peak_bytes: Peak of a step without any recompute.
@@ -105,27 +105,27 @@ class Plan(ViewedOverTime):
         plain_seconds: Seconds of forward and backward without any recompute, estimated.
         recompute_seconds: Seconds that recomputes add, estimated.
         recomputed_flops: Flops that recomputes add.
-        recomputed_calls: Forwards of units that recomputes run.
+        recomputed_calls: Number of unit forwards that recomputes run.
         flops: Flops of one forward.
         floor_bytes: The smallest budget for which a plan was found.
         parameters: Shapes of the parameters that the plan was made for, by name.
         inputs: Elements in the inputs of the step's largest call of each module that it calls itself, mostly the model;
-            larger ones are warned of.
-        curve: The predicted step.
+            larger inputs raise a warning.
+        curve: The curve of the predicted step.
         plain_curve: The same without any recompute.
-        certified: The certificate, if it was worked out before; ask for `certificate`.
-        held: What the units hold that are kept in part, those of which the tree names an option.
+        certified: The certificate, if it was computed before; ask for `certificate`.
+        held: The operators whose outputs units kept in part hold; the tree names an option for these units.
         moving_seconds: Seconds that copies into stores and back add, estimated.
         stored: The kept units whose saved tensors wait in a store.
-        stores: The stores that were offered, in words.
-        speeds: How fast each of them was when the plan was made, which `moving_seconds` follows from.
+        stores: Descriptions of the given stores.
+        speeds: The speed of each store when the plan was made, the source of `moving_seconds`.
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
-        ran_out: Whether the search ended because its time was over, so that a better plan may have been left out.
-        unlike: Modules that are not recomputed as a whole since that would not be their forward, with the reasons.
-        conditions: How the first call of each module that the step calls itself found things; others are warned of in
-            the first step.
-        planning_seconds: What planning has taken: the runs of the step, and the search. 0 in plans that are older.
-        planning_steps: How often it has run the step, or its forward alone.
+        ran_out: Whether the search ran out of time, so that a better plan may exist.
+        unlike: Modules that are not recomputed as a whole since that would not repeat their forward, with the reasons.
+        conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
+            warning in the first step.
+        planning_seconds: Seconds of planning: the runs of the step, and the search. 0 in older plans.
+        planning_steps: Number of times that planning has run the step, or its forward alone.
     """
 
     budget_bytes: int
@@ -156,7 +156,7 @@ class Plan(ViewedOverTime):
     plain_curve: tuple[Point, ...]
     held: tuple[HeldOperators, ...] = ()
     certified: Certificate | None = field(default=None, compare=False)
-    # Of this plan and of no other: `dataclasses.replace` leaves it behind. See `claimed`.
+    # Of this plan only: `dataclasses.replace` does not copy it. See `claimed`.
     _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
     moving_seconds: float = 0.0
     stored: tuple[StoredUnit, ...] = ()
@@ -171,7 +171,7 @@ class Plan(ViewedOverTime):
 
     @property
     def is_by_optimizer(self) -> bool:
-        """Whether the predicted peak is that of the optimizer's step, and not one of forward and backward."""
+        """Whether the predicted peak is that of the optimizer's step, not one of forward and backward."""
         return self.peak_bytes > self.step_peak_bytes
 
     @property
@@ -182,12 +182,12 @@ class Plan(ViewedOverTime):
 
     @cached_property
     def certificate(self) -> Certificate | None:
-        """How far the plan can be from the best possible, worked out when it is first asked for; None if unknown."""
+        """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
         return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes go to stores in a step, and come back."""
+        """Bytes that go to stores in a step, and come back."""
         return sum(one.stored_bytes for one in self.stored)
 
     def apply(self, model: nn.Module, *, stores: Sequence[Store] = (), allow_lossy: bool = False) -> None:
@@ -195,15 +195,15 @@ class Plan(ViewedOverTime):
 
         Args:
             model: The model.
-            stores: Those to use, in the order in which they were offered. By default those that the plan was made with;
-                a plan that comes out of a file has lost them.
-            allow_lossy: Whether these may lose digits.
+            stores: The stores to use, in the order in which they were given to `plan`. By default the stores that the
+                plan was made with; a loaded plan has lost them.
+            allow_lossy: Whether these may be lossy.
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
-                the plan needs stores and these are not they, it was made without, or its regions nest too deeply to
-                run.
-            UnsupportedError: One of the stores is none, or loses digits and that is not allowed; or `allow_lossy` is
+                the plan needs stores and these are not the ones, or it was made without stores, or its regions nest too
+                deeply to run.
+            UnsupportedError: One of the stores is no store, or is lossy and that is not allowed; or `allow_lossy` is
                 neither True nor False.
         """
         check_flags(allow_lossy=allow_lossy)
@@ -227,7 +227,7 @@ class Plan(ViewedOverTime):
             conditions=self.conditions,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
             offload_schedule=offload_schedule,
-            # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
+            # Stores are measured on this machine, while the seconds of recomputes may be those of another device.
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
             checks=checks_on(model, self._counted),
@@ -246,7 +246,7 @@ class Plan(ViewedOverTime):
         )
 
     def _check_count(self, given: tuple[Store, ...]) -> None:
-        """Raise where stores are given that are not those which the plan was made with, even if it uses none."""
+        """Raise if the given stores are not those that the plan was made with, even if the plan uses none."""
         if given and not self.stores:
             raise PlanError(
                 f"the plan was made without stores, so that {len(given)} given here would hold nothing. Leave "
@@ -272,7 +272,7 @@ class Plan(ViewedOverTime):
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
 
-        What else is on the model stays: modules that were wrapped since.
+        Other wrappers on the model stay: modules that were wrapped since.
 
         Raises:
             PlanError: The plan is not on the model, or was made for another one.
@@ -338,9 +338,10 @@ class Plan(ViewedOverTime):
         return from_json(text, Plan, source=str(path))
 
     def plot(self, path: str | Path) -> None:
-        """Draw the predicted step, plain and planned side by side, into an image file; its ending says which kind.
+        """Draw the predicted step, plain and planned side by side, into an image file; its extension sets the format.
 
-        The peaks in the headings are those of `print(plan)`: that of the plain step is measured where it was.
+        The peaks in the headings are those of `print(plan)`: the plain step's peak is the measured one if it was
+        measured.
 
         Raises:
             UnsupportedError: matplotlib is not installed.
@@ -360,7 +361,7 @@ class Plan(ViewedOverTime):
             self._drawn(
                 self.curve,
                 name=f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain",
-                # The curve is that of forward and backward alone.
+                # The curve covers only forward and backward.
                 peak=f"peak {format_bytes(self.peak_bytes)} predicted{by_optimizer}",
             ),
         )
@@ -394,6 +395,6 @@ class Plan(ViewedOverTime):
 
 
 def claimed(plan: Plan, claim: Claim | None) -> Plan:
-    """Return the plan, which from now on knows what its certificate is worked out from."""
+    """Return the plan with the claim that its certificate is computed from."""
     object.__setattr__(plan, "_claim", claim)
     return plan

@@ -1,4 +1,4 @@
-"""A plan as text: what it needs, and what becomes of each unit."""
+"""A plan as text: its bytes and time, and the choice for each unit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _summary(plan: Plan) -> list[str]:
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return what a plan needs: what each line is about, the number, and what is said of it."""
+    """Return the summary of a plan: for each line the topic, the number, and a remark."""
     share = f"{100 * plan.peak_bytes / max(1, plan.plain_peak_bytes):.0f}% of plain"
     plain = f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source})"
-    # Saved tensors are gone by then, so that no plan lowers this peak.
+    # Saved tensors are freed by then, so no plan lowers this peak.
     where = "the optimizer's step" if plan.is_by_optimizer else plan.where
     again = f"{100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward"
     rows = [
@@ -81,7 +81,7 @@ def _rows(plan: Plan) -> list[str]:
 
 
 def described(tree: Tree) -> list[str]:
-    """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
+    """Return the choice of the tree for each unit, in words, with nested regions drawn as brackets."""
     words: list[str] = []
 
     def simulator(node: KeepNode | RegionNode, brackets: str) -> None:

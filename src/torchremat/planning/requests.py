@@ -1,4 +1,4 @@
-"""What is asked of a planner, checked before any work."""
+"""Requests to a planner, checked before any work."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def check_request(
     device: torch.device | str | Path | Device | None,
     on: Literal["meta"] | None = None,
 ) -> None:
-    """Raise where no plan could be for a budget, whatever the step does; see `plan` for the arguments.
+    """Raise if no plan can exist for a budget, whatever the step does; see `plan` for the arguments.
 
-    With another `on` than these nothing is checked: `placed` refuses it.
+    With any other `on` nothing is checked: `placed` refuses it.
 
     Raises:
         BudgetError: The budget or the margin is no size, the device has fewer bytes, or the margin leaves none.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         StepError: One of the arguments is no model, step or optimizer.
-        UnsupportedError: There is no such device.
+        UnsupportedError: The device does not exist.
     """
     if on == "meta":
         described = device_of(device)

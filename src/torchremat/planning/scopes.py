@@ -1,4 +1,4 @@
-"""What a plan watches on a model that trains: whether the step is the one that was planned."""
+"""The observations of a plan on a model that trains: whether the step is the planned one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import Scope
 
 # NOTE [ The first step under a plan ]
-# A plan is for a step as it was when it was planned: mode, precision, sharding and calls. The first step after it was
-# applied is compared with that, once, and each difference is one warning that names it; later steps are not looked at.
-# What the library runs to measure is no step of anybody's, and is not compared: `rehearsing` marks it.
+# A plan is for the step as it was planned: mode, precision, sharding and calls. The first step after the plan was
+# applied is compared with that, once, and each difference is one warning that names it; later steps are not checked.
+# A run of the library's own, to measure, is no training step, and is not compared: `rehearsing` marks it.
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedScope(Scope):
-    """The scope of a root, which also watches how large the root's inputs are."""
+    """The scope of a root, which also checks the sizes of the root's inputs."""
 
     root: str = ""
     inputs: InputSizes | None = None
     rise_bytes: int | None = None
     slowdown: float | None = None
-    told: list[str] = field(default_factory=list[str])  # once for each time that a plan is applied
+    told: list[str] = field(default_factory=list[str])  # once per application of a plan
     conditions: Conditions | None = None
-    # What the first step was compared with. See NOTE [ The first step under a plan ]
+    # Reference for the comparison of the first step. See NOTE [ The first step under a plan ]
     seen: list[object] = field(default_factory=list[object])
     checks: Checks | None = None
 
@@ -55,7 +55,7 @@ class PlannedScope(Scope):
         return output
 
     def begun(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Compare, in the first step, how the call finds things with how the one that was planned did."""
+        """Compare, in the first step, the conditions of the call with those of the planned one."""
         if not _is_a_step():
             return
         if self.checks is not None:
@@ -68,12 +68,12 @@ class PlannedScope(Scope):
             warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
 
     def counted_elsewhere(self) -> None:
-        """Leave the bytes of the model that trains to the owner of the plan, which is one of several or changes."""
+        """Leave the bytes of the model to the owner of the plan, which is one of several plans or changes."""
         if self.checks is not None:
             self.checks.only_counters()
 
     def ended(self, counts: Mapping[str, int]) -> None:
-        """Compare, in the first step, how often modules were called with how often it was planned."""
+        """Compare, in the first step, the number of calls of modules with the planned number."""
         if len(self.seen) != 1 or self.calls_vary:
             return
         self.seen.append(counts)
@@ -91,7 +91,7 @@ class PlannedScope(Scope):
 
 
 def _is_a_step() -> bool:
-    """Return whether what begins is a step of the user's, and no recompute by a checkpoint that is around the model."""
+    """Return whether a step of the user's begins, not a recompute by a checkpoint around the model."""
     return not is_rehearsing() and current_graph_task() == -1
 
 
@@ -100,5 +100,5 @@ def _named(root: str) -> str:
 
 
 def is_part_of(name: str, owner: str) -> bool:
-    """Return whether a module is in another one, or that one, by their names."""
+    """Return whether a module is another one, or is inside it, by their names."""
     return f"{name}.".startswith(f"{owner}." if owner else "")

@@ -1,8 +1,8 @@
-"""A step of a training that is measured while somebody else runs it: its forward and backward, and its optimizer.
+"""A training step that is measured while the user's loop runs it: its forward and backward, and its optimizer.
 
-What lies there before is counted, what happens then is recorded, and neither knows all of it: frees of what was there
-before are not recorded. So what is left of the gradients is counted once more when backward begins, for they may have
-been set to None meanwhile. What nobody hands to the model (labels, outputs of the step before) is not counted.
+The live bytes before are counted, the events after that are recorded, and neither is complete: frees of earlier tensors
+are not recorded. So the remaining gradients are counted once more when backward begins, since they may have been set to
+None meanwhile. Tensors that are not passed to the model (labels, outputs of the previous step) are not counted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.tensors.parts import parts_of
 from torchremat.tensors.structure import tensors_in
 
-# A forward in grad mode that no backward follows must not be recorded for ever.
+# A forward in grad mode without a backward must not be recorded forever.
 _MOST_CALLS = 32
 
 
 @dataclass
 class Log:
-    """What measuring has found, and the time that it has taken.
+    """The results of measuring, and its time.
 
     Attributes:
-        clock: Seconds that go by.
-        spent_s: Seconds that were spent.
-        peaks: Measured peaks in absolute bytes, with the words for when they were.
+        clock: Returns the current time in seconds.
+        spent_s: Seconds spent.
+        peaks: Measured peaks in absolute bytes, with descriptions of when they occurred.
     """
 
     clock: Callable[[], float]
@@ -47,7 +47,7 @@ class Log:
 
     @contextmanager
     def spending(self) -> Generator[None]:
-        """Count what the block takes."""
+        """Count the seconds of the block."""
         start_s = self.clock()
         try:
             yield
@@ -56,16 +56,16 @@ class Log:
 
 
 class SoundedStep:
-    """A forward and its backward, from now to the end of the first backward through what the forward returns.
+    """A forward and its backward, from now to the end of the first backward through the forward's output.
 
     Args:
         trained: The model.
         device: The CPU.
-        args: What the forward is given.
-        log: Gets the peak.
+        args: The arguments of the forward.
+        log: Receives the peak.
 
     Attributes:
-        inputs: What lies there beside the model.
+        inputs: The live tensors other than the model's.
 
     Raises:
         UnsupportedError: A profiler is active, or another recording.
@@ -76,7 +76,7 @@ class SoundedStep:
         self._log = log
         self._thread = get_ident()
         self._calls = 1
-        self._late: list[tuple[int, int, int]] = []  # address, bytes and moment of what later calls are given
+        self._late: list[tuple[int, int, int]] = []  # address, bytes and time of arguments of later calls
         self._backward: int | None = None  # when it began
         self._end: int | None = None  # when it had ended
         self.inputs = HeldInputs(device)
@@ -89,12 +89,12 @@ class SoundedStep:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is recorded by another thread, which alone can end that."""
+        """Whether another thread records it; only that thread can end the recording."""
         return self._glance.is_elsewhere
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody else records, or is about to."""
+        """Whether another recording runs, or is about to."""
         return self._glance.is_wanted
 
     def goes_on(self, args: object) -> bool:
@@ -110,7 +110,7 @@ class SoundedStep:
         return True
 
     def watch(self, output: object) -> None:
-        """Look out for the backward through what a forward has returned."""
+        """Watch for the backward through the output of a forward."""
         begins = WeakMethod(self._begins)
         for node in dict.fromkeys(one.grad_fn for one in tensors_in(output)):
             if node is not None and not self._glance.is_over:
@@ -128,7 +128,7 @@ class SoundedStep:
         self._end = self._glance.recorder.mark("end")
 
     def settle(self) -> bool:
-        """End the recording, and log the peak if it is known; return whether nobody else can be recording."""
+        """End the recording, and log the peak if it is known; return whether no other recording can be running."""
         was_over = self._glance.is_over
         with self._log.spending():
             self._glance.end()
@@ -153,8 +153,8 @@ class SoundedUpdate:
     Args:
         trained: The model.
         device: The CPU.
-        step: What goes before it. It is settled when the optimizer steps, and what is left of its inputs counts.
-        log: Gets the peak.
+        step: The step before it. It is settled when the optimizer steps, and its remaining inputs count.
+        log: Receives the peak.
     """
 
     def __init__(self, trained: Trained, device: torch.device, step: SoundedStep, log: Log) -> None:
@@ -172,14 +172,14 @@ class SoundedUpdate:
         self._stops = [finalize(self, handle.remove) for handle in handles]
 
     def drop(self) -> None:
-        """Measure nothing any more."""
+        """Stop measuring."""
         for stop in self._stops:
             stop()
         if self._glance is not None:
             self._glance.end()
 
     def _begins(self, optimizer: Optimizer, *_: object) -> None:
-        # One that another one steps has hooks as well; the outermost is the step.
+        # An optimizer stepped by another one has hooks as well; the outermost is the step.
         if self._optimizer is not None or is_rehearsing() or not self._trained.is_stepped_by(optimizer):
             return
         self._optimizer = optimizer
@@ -207,7 +207,7 @@ class SoundedUpdate:
 
 
 class HeldInputs:
-    """The tensors that forwards are given; it keeps none of them alive."""
+    """The tensors passed to forwards; it keeps none of them alive."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -215,7 +215,7 @@ class HeldInputs:
 
     @property
     def bytes(self) -> int:
-        """What those take that are still there. Of a view its own part: a batch may be one of a whole data set."""
+        """Bytes of those still live. Of a view only its own part: a batch may be a view of a whole data set."""
         taken: dict[int, int] = {}
         for known in self._tensors:
             if (tensor := known()) is not None:
@@ -225,10 +225,10 @@ class HeldInputs:
         return sum(taken.values())
 
     def add(self, args: object) -> list[tuple[int, int]]:
-        """Add those of one more forward, and return the address of each, and what it takes."""
+        """Add those of one more forward, and return the address and the bytes of each."""
         try:
             found = tensors_in(args)
-        except RecursionError:  # what contains itself has no end
+        except RecursionError:  # an object that contains itself has no end
             return []
         here = [one for one in found if one.layout is torch.strided and one.device == self._device]
         parts = [part for one in here for part in parts_of(one)]
@@ -240,7 +240,7 @@ def _unseen(*_: object) -> None:
     pass
 
 
-@traced_as(_unseen)  # under compiled autograd nobody looks, and no graph breaks
+@traced_as(_unseen)  # under compiled autograd it is never called, and no graph breaks
 def _call(method: WeakMethod[Callable[..., None]], *args: object) -> None:
     if (own := method()) is not None:
         own(*args)

@@ -1,13 +1,13 @@
-"""Whether a training takes more than the budget of its plan, where no device counts bytes: on the CPU.
+"""Whether training exceeds the budget of its plan, where no device counts bytes: on the CPU.
 
-Only the profiler knows there what the allocator does, and it takes time. So steps are measured now and then: the
-second, and others at distances that double, as long as that is a small share of the time that goes by.
+Only the profiler sees the allocator's events there, and it takes time. So steps are measured occasionally: the second,
+and others at doubling distances, as long as this is a small share of the elapsed time.
 
-    a forward begins      what lies there is counted, and the recording begins
-    backward begins       what has gone of the gradients is known
+    a forward begins      live bytes are counted, and the recording begins
+    backward begins       the freed gradients are known
     backward has ended    the peak of forward and backward is known
     the optimizer steps   the peak of its step is known
-    a forward begins      what was above the budget is told
+    a forward begins      an excess over the budget is reported
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torchremat.errors import UnsupportedError
 from torchremat.planning.sounded import Log, SoundedStep, SoundedUpdate
 from torchremat.planning.trained import Trained
 
-# The first step is none like the others: optimizers make their state in it.
+# The first step differs from the others: optimizers make their state in it.
 _FIRST = 2
-# What measuring may take of the time of a training. The first time it may take more, as planning has.
+# The share of the training time that measuring may take. The first time it may take more, as planning did.
 _SHARE = 0.01
 
 
 class Soundings:
-    """Measures steps of a model now and then.
+    """Measures steps of a model occasionally.
 
     Args:
         trained: The model.
         device: The CPU.
-        clock: Seconds that go by.
+        clock: Returns the current time in seconds.
 
     Attributes:
         measured: The forwards whose steps were measured, by number.
@@ -55,7 +55,7 @@ class Soundings:
         self.measured: list[int] = []
 
     def begun(self, args: object) -> tuple[int, str] | None:
-        """Take note of a forward that begins, and return the highest peak measured since, with the words for it."""
+        """Record that a forward begins, and return the highest peak measured since, with its description."""
         self._forwards += 1
         if self._step is not None and self._step.is_elsewhere:
             return None
@@ -72,12 +72,12 @@ class Soundings:
         return found
 
     def came(self, output: object) -> None:
-        """Take note of what a forward has returned."""
+        """Record the output of a forward."""
         if self._step is not None:
             self._step.watch(output)
 
     def stop(self) -> None:
-        """Measure what is under way no further: the forward has raised, or nobody asks any more."""
+        """Stop the running measurement: the forward has raised, or the result is no longer needed."""
         if self._step is not None and self._step.is_elsewhere:
             return
         if self._step is not None:

@@ -1,6 +1,6 @@
 """Peak against time as a picture: a staircase for each model, since a plan serves every budget up to the next.
 
-This is the drawing alone, below everything that has something to draw: `Frontier.plot`, `reports.plots`.
+This module only draws, below everything that has something to draw: `Frontier.plot`, `reports.plots`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _COLOURS = ("#3D85B8", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _INK = "#333333"
 _FAINT = "#DDDDDD"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_MARK_POINTS = 8  # from a point to what is written beside it
-_LEAST_TURN = 0.02  # of the square: less is a line
+_MARK_POINTS = 8  # from a point to its label
+_LEAST_TURN = 0.02  # of the square; anything less is a line
 _WIDTH_INCHES, _HEIGHT_INCHES = 6.4, 3.9
 
 
@@ -31,10 +31,10 @@ class Staircase:
     """The points of a frontier, from the highest peak to the lowest.
 
     Attributes:
-        name: Of the line; nothing if there is only one.
-        peak_bytes: Of each point.
-        slowdowns: Of each point: seconds of a step over those of a plain one.
-        knee: Which of them is the knee; None if there is none.
+        name: Name of the line; empty if it is the only one.
+        peak_bytes: Peak of each point.
+        slowdowns: For each point, seconds of a step over those of a plain one.
+        knee: Index of the knee; None if no point is one.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Staircase:
 def knee_of(peak_bytes: Sequence[int], slowdowns: Sequence[float]) -> int | None:
     """Return the point where a staircase turns: beyond it, each byte costs more than before it.
 
-    Of the points, scaled to a square, that farthest below the line from the first to the last; None where all lie on
-    it, or above.
+    Of the points, scaled to a square, the one farthest below the line from the first to the last; None if all are on
+    the line, or above it.
 
     Source: V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011, for points and not a curve.
 
     Args:
-        peak_bytes: Of the points, from the highest to the lowest.
-        slowdowns: Of the points, from the lowest to the highest.
+        peak_bytes: Peaks of the points, from the highest to the lowest.
+        slowdowns: Slowdowns of the points, from the lowest to the highest.
     """
     saved, cost = peak_bytes[0] - peak_bytes[-1], slowdowns[-1] - slowdowns[0]
     if saved <= 0 or cost <= 0:
@@ -67,15 +67,15 @@ def knee_of(peak_bytes: Sequence[int], slowdowns: Sequence[float]) -> int | None
 
 
 def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") -> None:
-    """Draw staircases into one image file, with floor and knee of a single one; its ending says which kind.
+    """Draw staircases into one image file, with floor and knee of a single one; the extension selects the format.
 
     Args:
         staircases: At least one.
-        path: Of the file.
-        title: Of the picture.
+        path: Path of the file.
+        title: Title of the picture.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        UnsupportedError: matplotlib is not installed, or does not support the extension.
     """
     figure = new_figure(path, width_inches=_WIDTH_INCHES, height_inches=_HEIGHT_INCHES)
     axes = figure.add_subplot()
@@ -104,7 +104,7 @@ def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") 
 
 
 def _mark(axes: Axes, one: Staircase, scale: int) -> None:
-    """Write floor and knee beside their points."""
+    """Label floor and knee next to their points."""
     marks = {len(one.peak_bytes) - 1: "floor"} | ({} if one.knee is None else {one.knee: "knee"})
     for place, word in marks.items():
         peak, slowdown = one.peak_bytes[place] / scale, one.slowdowns[place]

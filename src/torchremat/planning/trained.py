@@ -1,9 +1,9 @@
-"""A model as it is trained: the optimizers that step on its parameters, found without being asked for, and its bytes.
+"""A model in training: the optimizers that step on its parameters, detected automatically, and its bytes.
 
-torch runs hooks around each step of an optimizer. One of ours, there only until it is known who steps, takes note of
-the optimizers that step on the model's parameters. What wraps one (accelerate's, Lightning's) has it step, so that it
-is met whatever the wrapper is. What is not met: an optimizer that is none of torch's, and the state of a wrapper around
-one whose own step torch runs no hooks for.
+torch runs hooks around each step of an optimizer. One of ours, installed only until the optimizers are known, records
+the optimizers that step on the model's parameters. A wrapper (accelerate's, Lightning's) makes its inner optimizer
+step, so the inner one is found whatever the wrapper is. Not found are an optimizer that is none of torch's, and the
+state of a wrapper whose own step runs none of torch's hooks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Trained:
-    """A model as it is trained. It keeps nothing alive.
+    """A model in training. It keeps nothing alive.
 
     Args:
-        model: The model that a plan was put on; None if it is not known.
-        device: Whose bytes count.
+        model: The model that a plan was put on; None if unknown.
+        device: The device whose bytes count.
     """
 
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Trained:
         self._ends: Callable[[], object] | None = None
 
     def meet(self, module: nn.Module) -> None:
-        """Take note of a module that is called: a part of the model, or of a copy that has the plan on it as well."""
+        """Record a module that is called: a part of the model, or of a copy that also has the plan on it."""
         if module in self._met:
             return
         self._met.add(module)
@@ -53,19 +53,19 @@ class Trained:
             self._models.append(ref(found))
 
     def listen(self) -> None:
-        """Take note of optimizers that step, from now on."""
+        """Record optimizers that step, from now on."""
         if self._ends is None:
             handle = register_optimizer_step_post_hook(partial(_stepped, ref(self)))
             self._ends = finalize(self, handle.remove)
 
     def stop(self) -> None:
-        """Take note of no more."""
+        """Stop recording."""
         if self._ends is not None:
             self._ends()
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that were met."""
+        """The optimizers found."""
         return _alive(self._optimizers)
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
@@ -74,12 +74,12 @@ class Trained:
         return not own.isdisjoint(map(id, parameters_of([optimizer])))
 
     def note(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer that steps on the model."""
+        """Record an optimizer that steps on the model."""
         if all(one is not optimizer for one in self.optimizers):
             self._optimizers.append(ref(optimizer))
 
     def bytes_now(self) -> BytesBefore:
-        """Return what of the model and of its optimizers lies on the device now."""
+        """Return the bytes of the model and of its optimizers on the device."""
         models, optimizers = _alive(self._models), self.optimizers
         leaves = {id(one): one for model in models for one in model.parameters()}
         leaves |= {id(one): one for one in parameters_of(optimizers)}

@@ -32,14 +32,14 @@ from torchremat.tensors.sizes import format_bytes, format_flops
 _TIMED_RUNS = 3
 # The steps of `verify`: for results, bytes and seconds, each with the regions and without; and one for flops.
 _STEPS = 2 * (2 + _TIMED_RUNS) + 1
-# How often two plain steps are compared to see by how much they differ, and by how many times as much the step with the
-# regions may: the largest of a few differences is not the largest that there can be.
+# How often two plain steps are compared to find their difference, and the factor on it that the step with the regions
+# may reach: the largest of a few differences is not the largest possible.
 _NOISE_RUNS = 3
 _NOISE_SHARE = 4.0
-# What two plain steps differ by is rounding up to this share of the largest number there is. A step that differs by
-# more is not the same twice.
+# A difference of two plain steps counts as rounding up to this share of the largest number in them. A step that differs
+# by more is not repeatable.
 _ROUNDING_SHARE = 0.01
-# A step that takes by more than this share longer than predicted is called slow.
+# A step that takes longer than predicted by more than this share is called slow.
 _SLOW_SHARE = 0.1
 
 N = TypeVar("N", int, float)
@@ -47,31 +47,32 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `verify` found.
+    """The results of `verify`.
 
     Attributes:
-        is_exact: Whether loss, gradients and buffers are equal bit for bit; None if nobody can tell: the plain step
-            does not fit, or two of them differ and the one with the regions differs by no more.
-        differences: What differs, by name, with the largest difference. Where two plain steps differ, what differs by
-            more than they do.
-        noise: By how much two plain steps differ, by name; looked at only if something differs.
+        is_exact: Whether loss, gradients and buffers are equal bit for bit; None if undecidable: the plain step does
+            not fit, or two plain steps differ and the step with the regions differs by no more.
+        differences: The differing tensors, by name, with the largest difference. If two plain steps differ, only
+            tensors that differ by more than these.
+        noise: The difference of two plain steps, by name; measured only if something differs.
         peak_bytes: Measured peak of forward and backward with the regions, in absolute bytes.
         plain_peak_bytes: The same without them; None if that step does not fit.
-        predicted_bytes: What the applied plan predicted for it; None without a plan.
-        kept_bytes: What the forward left for the backward, with the regions.
+        predicted_bytes: The applied plan's prediction for it; None without a plan.
+        kept_bytes: Bytes that the forward left for the backward, with the regions.
         plain_kept_bytes: The same without them; None if that step does not fit.
-        seconds: Of forward and backward with the regions, a median.
+        seconds: Median seconds of forward and backward with the regions.
         plain_seconds: The same without them.
-        recomputed_flops: Recomputed with the regions.
+        recomputed_flops: Flops recomputed with the regions.
         regions: Wrapped modules that a plan or `wrap` put there.
         no_effect: Why the regions save nothing, or "" if they do.
-        predicted_slowdown: Seconds with the regions over those without, as the applied plan predicted them; None for a
+        predicted_slowdown: Seconds with the regions over those without, as predicted by the applied plan; None for a
             plan without stores, whose seconds may be those of another device.
-        resident_bytes: What of `peak_bytes` stays on the device and is no tensor of the step's, as workspaces.
-        slack_bytes: The most that the device's allocator gave beyond what was asked for, with the regions. It is no
-            part of `peak_bytes`, and depends on what the allocator has cached; 0 on the CPU.
-        took_seconds: How long `verify` took.
-        steps: How many steps it ran.
+        resident_bytes: The part of `peak_bytes` that stays on the device and is no tensor of the step's, like
+            workspaces.
+        slack_bytes: The most that the device's allocator gave beyond the requested bytes, with the regions. It is not
+            part of `peak_bytes`, and depends on the allocator's cache; 0 on the CPU.
+        took_seconds: Seconds that `verify` took.
+        steps: Steps that it ran.
     """
 
     is_exact: bool | None
@@ -95,7 +96,7 @@ class Report:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the step took by more than 10% longer than the applied plan predicted."""
+        """Whether the step took more than 10% longer than the applied plan predicted."""
         if self.predicted_slowdown is None or not self.plain_seconds:
             return False
         return self.seconds / self.plain_seconds > (1 + _SLOW_SHARE) * self.predicted_slowdown
@@ -163,12 +164,12 @@ def verify(
         model: The model, with a plan applied or modules wrapped.
         step: As for `plan`.
         optimizer: Its state counts among the bytes, as it is after the first step.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: The device whose bytes count; that of the first parameter if not given.
         progress: As for `plan`.
 
     Raises:
-        StepError: The step returns no loss; or `model`, `step` or `optimizer` is something else.
-        UnsupportedError: There is no such device, a profiler is active, or the optimizer cannot step by itself.
+        StepError: The step returns no loss; or `model`, `step` or `optimizer` has a wrong type.
+        UnsupportedError: The device does not exist, a profiler is active, or the optimizer cannot step on its own.
     """
     with shown(checked(progress) if progress else progress) as observer:
         return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device, observer or None)))
@@ -294,7 +295,7 @@ class _VerifiedRun:
 
 
 def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedRun:
-    """Run the step twice: for what it computes, then for its bytes, `state_bytes` of an optimizer beside them."""
+    """Run the step twice: for its results, then for its bytes, with `state_bytes` of an optimizer added."""
     outcome = _outcome(subject)
     with subject.untouched():
         found = subject.before(device)
@@ -311,7 +312,7 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
 
 
 def _outcome(subject: Subject) -> dict[str, Tensor]:
-    """Run the step for what it computes, by name."""
+    """Run the step and return its results, by name."""
     with subject.untouched(looks=True):
         loss = subject.forward()
         run_backward(loss)
@@ -352,7 +353,7 @@ def _seconds(
 
 
 def _noise(subject: Subject, model: nn.Module, plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return by how much plain steps differ from one another."""
+    """Return the difference of plain steps from one another."""
     found: dict[str, float] = {}
     with bare(model):
         for _ in range(_NOISE_RUNS):
@@ -362,7 +363,7 @@ def _noise(subject: Subject, model: nn.Module, plain: dict[str, Tensor]) -> dict
 
 
 def _beyond(differences: dict[str, float], noise: dict[str, float], plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return the differences that are more than what kernels that are not deterministic make of a step."""
+    """Return the differences that exceed the noise of nondeterministic kernels."""
     found: dict[str, float] = {}
     for name, far in differences.items():
         rounding = noise.get(name, 0.0)
@@ -373,7 +374,7 @@ def _beyond(differences: dict[str, float], noise: dict[str, float], plain: dict[
 
 
 def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return by how much what two steps have computed differs, by name; `inf` for what only one of them has."""
+    """Return the differences of the results of two steps, by name; `inf` for a result that only one of them has."""
     found: dict[str, float] = {}
     for name, expected in plain.items():
         own = ours.get(name)
@@ -399,7 +400,7 @@ def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
 
 
 def _predicted(model: nn.Module, before_bytes: int) -> int | None:
-    """What the applied plan predicts for a step that begins with `before_bytes`, optimizer state there or not."""
+    """The applied plan's prediction for a step that begins with `before_bytes`, with or without optimizer state."""
     rises = (scope.rise_bytes for scope in applied_scopes(model))
     return next((before_bytes + rise for rise in rises if rise is not None), None)
 

@@ -1,9 +1,9 @@
 """A step that is profiled without being run, for a device that is only described.
 
-device.py       what a device can do, as data
-kernels.py      what kernels take, by their signatures
+device.py       the description of a device, as data
+kernels.py      seconds and bytes of kernels, by their signatures
 calibration.py  this machine as a device
 machines.py     the machine that a step is profiled on: this one, or a described one
-cuda.py         what functions do on CUDA and not on the CPU
+cuda.py         functions that dispatch differently on CUDA and on the CPU
 fakes.py        model, step and optimizer without data
 """

@@ -1,7 +1,7 @@
-"""This machine as a `Device`: each operator of a step measured where it runs, its seconds and what its kernel takes.
+"""This machine as a `Device`: each operator of a step measured in place, its seconds and the bytes of its kernel.
 
-The allocator's events between two marks around an operator say how high it went over what it left. From the operators
-also follow the rates of the device: the best that any of them has reached.
+The allocator's events between two marks around an operator give its peak over the bytes that it left. The operators
+also give the rates of the device: the best that any of them has reached.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torchremat.planning.devices.kernels import intensity, is_mutable, signature
 from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.profiles.overheads import overheads
 
-_FLOPS_OF_NOTE = 10_000  # below, an operator's seconds tell nothing of the rates of a device
+_FLOPS_OF_NOTE = 10_000  # below this, an operator's seconds say nothing about the rates of a device
 
 
 @dataclass(frozen=True, slots=True)
 class _TimedOperator:
-    """One operator that ran: the marks around it, and what it made."""
+    """One operator that ran: the marks around it, and the tensors that it made."""
 
     signature: str
     first: int
@@ -92,7 +92,7 @@ class _Kernels(EagerMode):
 
 
 def _made(args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> list[Tensor]:
-    """Return those of the results, one for each storage, that lie in none of the arguments'."""
+    """Return the results, one for each storage, that share no storage with the arguments."""
     given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
     made: list[Tensor] = []
     for tensor in tensors_in(result):
@@ -154,7 +154,7 @@ def _described(device: torch.device, runs: list[_TimedOperator], table: dict[str
         name=f"{platform.machine()} CPU" if accelerator.is_host else accelerator.name(device),
         type=cast("DeviceType", accelerator.type),
         memory_bytes=capacity_of(device) or 1 << 40,
-        # A step without a matrix product says nothing of their rate.
+        # A step without a matrix product says nothing about their rate.
         flops=flops or {"float32": bandwidth},
         bandwidth=bandwidth,
         latency_s=min((run.seconds for run in runs), default=1e-6),

@@ -1,4 +1,4 @@
-"""What functions do on CUDA where the CPU has other operators for them, on fakes that are on the CPU.
+"""The CUDA operators of functions that the CPU runs with other operators, on fakes that are on the CPU.
 
     function                        on CUDA                                       on the CPU
     scaled_dot_product_attention    a fused kernel, with dropout too              another one, and none with dropout
@@ -33,7 +33,7 @@ _MOST_TRAINED, _MOST_RUN, _LEAST_EPS = 880801, 65535, 1e-5
 
 @acts
 class OnCuda(TorchFunctionMode):
-    """Lets functions do what they do on CUDA."""
+    """Runs functions with the operators that they have on CUDA."""
 
     def __torch_function__(
         self,
@@ -52,8 +52,8 @@ class OnCuda(TorchFunctionMode):
         return func(*args, **named) if own is None else own(*args, **named)
 
 
-# What autocast computes in float32 on CUDA and not on the CPU, of casts of its inputs or by its argument `dtype`: see
-# "CUDA Ops that can autocast to float32" in torch's docs, and AT_FORALL_FP32_SET_OPT_DTYPE in its autocast_mode.h.
+# Functions that autocast computes in float32 on CUDA and not on the CPU, from cast inputs or by the argument `dtype`:
+# see "CUDA Ops that can autocast to float32" in torch's docs, and AT_FORALL_FP32_SET_OPT_DTYPE in its autocast_mode.h.
 _CAST = "exp expm1 log log10 log1p log2 pow reciprocal rsqrt norm"
 _BY_DTYPE = "softmax log_softmax sum prod cumsum cumprod"
 
@@ -98,20 +98,20 @@ def _attention(
         needed = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
         efficient = _ATEN._scaled_dot_product_efficient_attention
         return efficient(query, key, value, mask, needed, dropout_p, is_causal, scale=scale)[0]
-    # Without dropout, since with it the CPU would compute the whole matrix.
+    # Without dropout, since the CPU would compute the whole matrix with it.
     attention = functional.scaled_dot_product_attention
     return attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as what is added to the scores, in the shape that the kernel takes."""
+    """Return a mask as the bias that is added to the scores, in the shape that the kernel takes."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`_fused_rms_norm`, which the CPU takes apart."""
+    """`_fused_rms_norm`, which the CPU decomposes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:

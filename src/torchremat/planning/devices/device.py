@@ -1,7 +1,7 @@
-"""`Device`: what a device that is not here can do, as data. From a table of published figures, or saved by a machine.
+"""`Device`: the description of an absent device, as data. From a table of published figures, or saved by a machine.
 
-`Planner.save_device` writes one with the kernels that were measured; those of the table have none, so what their
-kernels take beside tensors is not known, and seconds are those of a roofline.
+`Planner.save_device` writes a device with its measured kernels; the devices of the table have none, so the workspace of
+their kernels is unknown, and seconds come from a roofline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MeasuredKernel:
 
     Attributes:
         seconds: Median over its runs.
-        workspace_bytes: Highest live bytes inside of it, over what it returned.
+        workspace_bytes: Its peak, over the bytes that it returned.
         storage_bytes: Bytes of each storage that it made and returned.
     """
 
@@ -44,23 +44,23 @@ class Device:
     """A device, described.
 
     Attributes:
-        name: What it is called in plans.
+        name: Its name in plans.
         type: `"cuda"` or `"cpu"`.
-        memory_bytes: What it has; no budget is larger.
-        flops: Flops per second of matrix products by the name of the dtype, like `{"bfloat16": 989e12}`. A dtype that
-            is not there is taken to be as fast as the slowest that is.
+        memory_bytes: Its memory; no budget is larger.
+        flops: Flops per second of matrix products by the name of the dtype, like `{"bfloat16": 989e12}`. A missing
+            dtype is assumed to be as fast as the slowest one present.
         bandwidth: Bytes per second of its memory.
         latency_s: Seconds that the smallest kernel takes.
         efficiency: The share of flops and bandwidth that real kernels reach.
-        block_bytes: What its allocator rounds sizes up to.
-        overheads: Seconds that torchremat itself takes beside the kernels: for a region, for each tensor that is saved
-            in one, and for each operator of one that is kept in part.
+        block_bytes: Granularity to which its allocator rounds sizes up.
+        overheads: Overhead of torchremat itself in seconds: for a region, for each tensor that is saved in one, and for
+            each operator of a region that is kept in part.
         kernels: Measured kernels by signature.
-        host_bandwidth: Bytes per second between it and the host's memory, in one direction. For the record: no plan
-            depends on it, since stores are planned, and measured, where they are.
+        host_bandwidth: Bytes per second between it and the host's memory, in one direction. Informational: no plan
+            depends on it, since stores are planned, and measured, on their own machine.
 
     Raises:
-        DeviceError: One of these is something else than it can be; all of them are named.
+        DeviceError: One of these is not valid; all invalid ones are named.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Device:
         """Return the description in a file.
 
         Raises:
-            DeviceError: The file is no description; all fields that are missing or wrong are named.
+            DeviceError: The file is no description; all missing or wrong fields are named.
         """
         try:
             content: object = json.loads(Path(path).read_text())
@@ -156,7 +156,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _problems_of(kernels: object) -> list[str]:
-    """Return what is wrong with a table of kernels, of which the first is named."""
+    """Return the problems of a table of kernels; the first one is named."""
     if not isinstance(kernels, Mapping):
         return [f"kernels is {kernels!r:.40}, a dict of MeasuredKernel by signature is needed"]
     for name, one in cast("Mapping[object, object]", kernels).items():
@@ -180,7 +180,7 @@ def _read(content: dict[str, object], source: str) -> Device:
     if not isinstance(content.get("flops", {}), dict):
         problems.append("flops is no object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
-    # A description by hand may leave out what a tensor takes.
+    # A handwritten description may leave out the overhead per tensor.
     tensors = {"saved_s": 0.0, "chosen_s": 0.0}
     if not _is_table({**tensors, **overheads} if isinstance(overheads, dict) else overheads, parts):
         problems.append(f"overheads is {overheads!r:.40}, an object with {', '.join(parts)} in seconds is needed")
@@ -228,8 +228,8 @@ def _nvidia(name: str, memory_gib: int, flops: dict[str, float], *, bandwidth: f
     )
 
 
-# Dense tensor-core rates, no sparsity; `float32` is the rate without TF32, which is PyTorch's default. Memory is what
-# is sold; a driver keeps some of it.
+# Dense tensor-core rates, no sparsity; `float32` is the rate without TF32, which is PyTorch's default. Memory is the
+# nominal size; a driver keeps some of it.
 _BUILT_IN: dict[str, Device] = dict(
     (
         # NVIDIA V100 data sheet (2020), SXM2: 125 TF fp16, 15.7 TF fp32, 900 GB/s. No bfloat16.
@@ -277,19 +277,19 @@ _BUILT_IN: dict[str, Device] = dict(
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
-    except OSError:  # longer than a name can be
+    except OSError:  # longer than a file name can be
         return False
 
 
 def is_described(device: object) -> bool:
-    """Return whether that names a description, in the table or in a file, and no device of torch's."""
+    """Return whether `device` names a description, in the table or in a file, and not a device of torch's."""
     if isinstance(device, str):
         return device.lower() in _BUILT_IN or device.endswith(".json")
     return isinstance(device, Device | Path)
 
 
 def device_of(device: object) -> Device:
-    """Return a description: one that is given, that of a name in the table, or that in a file.
+    """Return a description: a given one, one named in the table, or one in a file.
 
     Raises:
         DeviceError: It is none of these.

@@ -1,11 +1,11 @@
 """A step without data: copies of model, step and optimizer that hold fakes, and the machine that they run on.
 
-Nothing of the user's is converted. Modules and optimizers are copied deeply, with a fake for each tensor; a step is
-made again with the copies in the place of what it holds in plain sight (see `measuring.step`). A tensor that a step
-finds elsewhere is replaced when an operator meets it.
+The user's own objects are never converted. Modules and optimizers are deep-copied, with a fake for each tensor; a step
+is rebuilt with copies of the objects that it visibly holds (see `measuring.step`). A tensor that a step finds elsewhere
+is replaced when an operator meets it.
 
-All fakes say that they are on the CPU, whatever device is described: without CUDA torch cannot run autograd on others.
-So operators are those of the CPU, but for what `OnCuda` replaces.
+All fakes claim to be on the CPU, whatever device is described: without CUDA torch cannot run autograd on others. So
+operators are those of the CPU, except the ones that `OnCuda` replaces.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ T = TypeVar("T")
 
 
 class Fakes:
-    """Makes fakes of tensors, the same one of the same tensor, and copies of what holds tensors."""
+    """Makes fakes of tensors, the same fake for the same tensor, and copies of objects that hold tensors."""
 
     def __init__(self) -> None:
         self.mode = fake_mode(allow_non_fake_inputs=True)
         self._memo: dict[int, object] = {}
         self._bases: dict[int, Tensor] = {}
-        self._kept: list[object] = []  # so that no id and no address comes back
+        self._kept: list[object] = []  # so that no id and no address is reused
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Return the fake of a tensor; fakes of views are views.
@@ -97,7 +97,7 @@ class Fakes:
         """Return the fake of a tensor that an operator has met.
 
         Raises:
-            UnsupportedError: It requires grad, so that backward would write to the user's own.
+            UnsupportedError: It requires grad, so backward would write to the user's own tensor.
         """
         if tensor.requires_grad:
             raise UnsupportedError(
@@ -113,7 +113,7 @@ class Fakes:
         return self._copied(module, [*module.parameters(), *module.buffers()])
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return a copy of an optimizer of the fakes, and of what it wraps."""
+        """Return a copy of an optimizer of the fakes, and of the optimizer that it wraps."""
         return self._copied(
             optimizer, parameters_of(with_wrapped(optimizer)), whole=[optimizer, *optimizers_in(optimizer)]
         )
@@ -124,12 +124,12 @@ class Fakes:
         memo = cast("dict[int, Any]", self._memo)
         try:
             with _Copying(self):
-                # An optimizer's own way keeps its state and its options alone, and puts torch's hooks on its class.
+                # An optimizer's own deepcopy keeps only its state and options, and puts torch's hooks on its class.
                 whole = [one for one in whole if not hasattr(one, "__deepcopy__") and id(one) not in memo]
                 memo.update((id(one), object.__new__(type(one))) for one in whole)
                 self._kept += whole
                 for one in whole:
-                    # Functions are not copied: those that others have put there know the user's own optimizer.
+                    # Functions are not copied: functions that others have put there refer to the user's own optimizer.
                     own = {key: held for key, held in vars(one).items() if key != "step" and not key.endswith("_hooks")}
                     empty = {key: OrderedDict[int, object]() for key in vars(one) if key.endswith("_hooks")}
                     vars(memo[id(one)]).update(copy.deepcopy(own, memo) | empty)
@@ -143,7 +143,7 @@ class Fakes:
             ) from error
 
     def value(self, value: object) -> object:
-        """Return a value with copies in the place of the modules and tensors in it; itself if there are none."""
+        """Return a value with its modules and tensors replaced by copies; itself if it has none."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         found = value
@@ -216,7 +216,7 @@ class Fakes:
     def _cell(self, cell: CellType) -> CellType:
         try:
             held = cast("object", cell.cell_contents)
-        except ValueError:  # one that nothing was ever assigned to
+        except ValueError:  # a cell that was never assigned
             return cell
         found = self.value(held)
         return cell if found is held else CellType(found)
@@ -264,7 +264,7 @@ class DescribedMachine:
     def subject(
         self, model: nn.Module, step: Callable[..., object], optimizer: torch.optim.Optimizer | None
     ) -> tuple[nn.Module, Subject]:
-        """Return copies that hold fakes of all that a step touches.
+        """Return copies, which hold fakes, of everything that a step touches.
 
         Raises:
             PlanError: The model has wrapped modules already.
@@ -338,7 +338,7 @@ class DescribedMachine:
 
 
 def _default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer take all parameters at once where it was not told otherwise: on CUDA that is its default."""
+    """Let an optimizer process all parameters at once unless told otherwise: on CUDA that is its default."""
     for group in cast("list[dict[str, object]]", optimizer.param_groups):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
@@ -354,7 +354,7 @@ def placed(
     """Return the machine to profile on, with the model and the subject that run there.
 
     Raises:
-        DeviceError: The device is not known, is described though the step is to run here, or lacks something.
+        DeviceError: The device is not known, is described although the step runs here, or lacks something.
         StepError: See `subject_of`.
         PlanError: With `on="meta"`: the model has wrapped modules already.
         UnsupportedError: `on` is neither None nor `"meta"`; or with it modules are compiled.
@@ -369,10 +369,10 @@ def placed(
 
 
 def torch_device(device: torch.device | str | Path | Device | None) -> torch.device | str | None:
-    """Return a device of torch's, which no description is.
+    """Return a device of torch's; descriptions are rejected.
 
     Raises:
-        DeviceError: It is one.
+        DeviceError: It is a description.
     """
     if is_described(device):
         raise DeviceError(

@@ -1,4 +1,4 @@
-"""What kernels take: the signatures by which they are known, a roofline, and the table of those that were measured."""
+"""Seconds and bytes of kernels: the signatures that identify them, a roofline, and the table of measured ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchremat.measuring.simulation import KernelCost
 from torchremat.measuring.tracker import tensors_in
 from torchremat.planning.devices.device import Device
 
-# Operators whose kernels are known to take much memory of their own on some device; others take next to none.
+# Operators whose kernels are known to need a large workspace on some device; others need almost none.
 _WITH_WORKSPACE = ("convolution", "scaled_dot_product", "rnn", "lstm", "gru", "_linalg", "_fft")
 
 
 def signature(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
-    """Return what calls of one operator that take the same have in common: its name, shapes, dtypes, layouts, options.
+    """Return the key shared by calls of equal cost: the operator's name, shapes, dtypes, layouts, options.
 
-    Floats are left out: they change nothing of what a kernel takes. So is None by name, which torch leaves out itself
-    where a mode that sees the call hands it on.
+    Floats are left out: the cost of a kernel does not depend on them. Keyword arguments that are None are left out too,
+    since torch omits them itself where a mode that sees the call passes it on.
     """
     told = {key: value for key, value in kwargs.items() if value is not None and key not in _UNTOLD}
     named = [f"{key}={_described(value)}" for key, value in told.items()]
@@ -35,7 +35,7 @@ _UNTOLD = ("device", "pin_memory", "generator")
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         if value.dtype is torch.uint8 and value.ndim == 1:
-            return "uint8[]"  # a buffer that a kernel has sized, and of which a fake has nothing
+            return "uint8[]"  # a buffer sized by a kernel, which is empty in a fake
         layout = "" if value.is_contiguous() else "~" if value.layout is torch.strided else "?"
         return f"{_short(value.dtype)}{layout}[{','.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):
@@ -66,10 +66,10 @@ def intensity(
 
 
 class Kernels:
-    """What the kernels of a described device take; see `KernelModel`.
+    """Seconds and bytes of the kernels of a described device; see `KernelModel`.
 
     Attributes:
-        unknown: Operators that take workspace nobody has measured for them, with how often they ran.
+        unknown: Operators whose workspace was never measured, with the number of their runs.
     """
 
     def __init__(self, device: Device) -> None:
@@ -77,7 +77,7 @@ class Kernels:
         self.block_bytes = device.block_bytes
         self.has_host_generator = device.type == "cpu"
         self.unknown: dict[str, int] = {}
-        # Where a kernel has taken some, it takes some with other shapes as well.
+        # A kernel that needed workspace needs some with other shapes too.
         self._taking = {
             name.partition("(")[0] for name, kernel in device.kernels.items() if kernel.workspace_bytes > _NOTABLE_BYTES
         }
@@ -97,7 +97,7 @@ class Kernels:
         result: object,
         made: list[Tensor],
     ) -> KernelCost:
-        """Return what an operator takes: as measured, or else by a roofline. A view takes nothing."""
+        """Return the seconds and bytes of an operator: measured, or else by a roofline. A view costs nothing."""
         if not made and not is_mutable(func):
             return _NOTHING
         if self.device.kernels:
@@ -128,7 +128,7 @@ _NOTABLE_BYTES = 4096
 
 
 def notice(device: Device, unknown: Mapping[str, int]) -> str:
-    """Return the words for operators whose workspace a plan does not count."""
+    """Return the message about operators whose workspace a plan does not count."""
     operators = ", ".join(f"{name} ({count} times)" for name, count in sorted(unknown.items()))
     described = "with these shapes" if device.kernels else "at all"
     return (

@@ -1,6 +1,6 @@
 """The machine that a step is profiled on: this one, or one that is only described.
 
-Whoever profiles asks the machine to record allocations, and for nothing else that depends on whether tensors are real.
+Profiling code asks the machine to record allocations; nothing else in that code depends on whether tensors are real.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Machine(Protocol):
     """Where steps run.
 
     Attributes:
-        device: The device that tensors say they are on.
-        name: What plans call it.
+        device: The device that tensors claim to be on.
+        name: Its name in plans.
         is_here: Whether steps can really run.
-        generator_bytes: Of the state of a generator, where these lie on the device.
+        generator_bytes: Bytes of a generator's state, if such states are on the device.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class Machine(Protocol):
 
     @property
     def notice(self) -> str:
-        """What is to be said of its figures, if anything."""
+        """A message about its figures; empty if not needed."""
         ...
 
     def entered(self) -> AbstractContextManager[object]:
@@ -46,7 +46,7 @@ class Machine(Protocol):
         ...
 
     def record(self) -> AbstractContextManager[AllocationRecorder]:
-        """Record what the allocator does during a block."""
+        """Record the allocator's events during a block."""
         ...
 
     def logged(self) -> AbstractContextManager[AllocationRecorder | None]:
@@ -58,24 +58,24 @@ class Machine(Protocol):
         ...
 
     def capacity_bytes(self) -> int | None:
-        """Return the bytes that it has in all; None if nobody knows."""
+        """Return its total bytes; None if unknown."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that are free for a profile now; None if nobody knows."""
+        """Return the bytes that are free for a profile now; None if unknown."""
         ...
 
     def forward_seconds(self, subject: Subject) -> float | None:
-        """Return the seconds of a forward that nothing watches; None if only kernels take time."""
+        """Return the seconds of an unwatched forward; None if only kernels take time."""
         ...
 
     def overheads(self) -> Overheads:
-        """Return what the executor takes by itself."""
+        """Return the executor's own overheads."""
         ...
 
 
 def has_room(machine: Machine, needed_bytes: int) -> bool:
-    """Return whether so many bytes are free on a machine, as far as anybody knows."""
+    """Return whether `needed_bytes` are free on a machine; True if unknown."""
     free_bytes = machine.free_bytes()
     return free_bytes is None or free_bytes >= needed_bytes
 
@@ -107,7 +107,7 @@ class Here:
         with ExitStack() as stack:
             try:
                 recorder = stack.enter_context(self.record())
-            except UnsupportedError:  # somebody else records
+            except UnsupportedError:  # another recording is active
                 recorder = None
             yield recorder
 
@@ -125,7 +125,7 @@ class Here:
 
     def forward_seconds(self, subject: Subject) -> float | None:
         """See `Machine`."""
-        # Grad mode stays on: without it models go other ways, hooks on tensors raise, and compiled code is another.
+        # Grad mode stays on: without it models take other branches, hooks on tensors raise, and compiled code differs.
         with subject.untouched(), nothing_kept():
             accelerator = accelerator_of(self.device)
             start_s = accelerator.seconds(self.device)

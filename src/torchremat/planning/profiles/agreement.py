@@ -1,4 +1,4 @@
-"""One profile of those of several processes: the most bytes of any, the mean of the seconds."""
+"""One profile merged from several processes: the most bytes of any, the mean of the seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What processes tell each other of a profile."""
+    """The figures of a profile that processes send each other."""
 
     order: tuple[int, ...]
     storage_bytes: tuple[int, ...]
@@ -45,8 +45,8 @@ class Agreed:
 
     Attributes:
         pair: The profile.
-        largest: The place of the process whose step is the largest. It plans for all, since there is more to a profile
-            than processes tell each other: operators, and what the allocator did.
+        largest: The index of the process with the largest step. It plans for all, since a profile contains
+            more than processes send each other: operators, and the allocator's events.
     """
 
     pair: ProfilePair
@@ -67,7 +67,7 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
 
 
 def figures_of(profile: Profile) -> Figures:
-    """Return what there is to tell of a profile."""
+    """Return the figures of a profile to send to other processes."""
     return Figures(
         order=profile.order,
         storage_bytes=tuple(profile.units.trace.storage_bytes.values()),
@@ -84,7 +84,7 @@ def figures_of(profile: Profile) -> Figures:
 
 
 def beside(pair: ProfilePair, waiting_bytes: int) -> ProfilePair:
-    """Return the profile of a step in whose backward so many bytes may lie beside what was measured."""
+    """Return the profile of a step in whose backward `waiting_bytes` may be live in addition to the measured bytes."""
     leaves, around = (None if one is None else _beside(one, waiting_bytes) for one in (pair.leaves, pair.around))
     return ProfilePair(blocks=_beside(pair.blocks, waiting_bytes), leaves=leaves, around=around)
 
@@ -101,7 +101,7 @@ def agreed_grains(pair: ProfilePair, told: Sequence[tuple[Figures, Figures | Non
     """Return the profile of a process with the figures of all.
 
     Raises:
-        StepError: Backward comes to the modules in another order than in the first process.
+        StepError: Backward reaches the modules in another order than in the first process.
     """
     blocks = _agreed(pair.blocks, [one for one, _ in told])
     leaves = [one for _, one in told if one is not None]
@@ -146,13 +146,13 @@ def _highest(told: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
 
 
 def _most(told: Sequence[T]) -> T:
-    """Return the highest number of each field; what is no number is that of the first process."""
+    """Return the highest number of each field; a field that is no number comes from the first process."""
     first = told[0]
     numbers = {one.name for one in fields(first) if type(getattr(first, one.name)) is int}
     return replace(first, **{name: max(getattr(one, name) for one in told) for name in numbers})
 
 
 def _mean(own: UnitCosts, told: Sequence[UnitCosts]) -> UnitCosts:
-    """Return costs with the mean of each field that is in seconds; flops are those of the operators at hand."""
+    """Return costs with the mean of each field in seconds; flops come from this process's operators."""
     names = {one.name for one in fields(own) if one.name.startswith("seconds")}
     return replace(own, **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})

@@ -1,11 +1,11 @@
-"""The backward of one unit as it was watched: when autograd asks for which saved tensor, and when each of them goes.
+"""The watched backward of one unit: when autograd asks for which saved tensor, and when each of them is freed.
 
-    events      recompute │ delta_bytes ...                                            │ all that was saved is gone
+    events      recompute │ delta_bytes ...                                            │ all saved tensors are freed
     asked_at              │ 0: the recompute was for it     ▲ another one
-    remade                │          ▼ frees of what the recompute has made     ▼
+    remade                │          ▼ frees of memory made by the recompute    ▼
 
-A plan that holds some of what a unit saves recomputes when the first of the others is asked
-for: see `searches.parting`.
+A plan that holds some of a unit's saved tensors recomputes when autograd asks for the first of the others: see
+`searches.partial_backward`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torchremat.planning.simulator.points import Releases
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitBackward:
-    """What the allocator did in the backward of a unit whose recompute came first.
+    """The allocator's events in the backward of a unit whose recompute came first.
 
     Attributes:
-        delta_bytes: Its events, from the end of the recompute until all that the unit saved is gone.
-        asked_at: For the number of a saved tensor how many events came before autograd asked for it.
-        freed_at: For the number of a saved tensor the event that frees what the recompute has made for it; absent if
-            it has made nothing, and if that goes later.
-        remade: All events that free something which the recompute has made.
+        delta_bytes: Its events, from the end of the recompute until all saved tensors of the unit are freed.
+        asked_at: For the number of a saved tensor the count of events before autograd asked for it.
+        freed_at: For the number of a saved tensor the event that frees the memory that the recompute made for it;
+            absent if the recompute made none, and if that memory is freed later.
+        remade: All events that free memory made by the recompute.
         storages: For the number of a saved tensor its storage in the trace.
-        fixed: Those of them that were there before the step.
+        fixed: The storages among these that existed before the step.
     """
 
     delta_bytes: NDArray[np.int64]
@@ -56,12 +56,12 @@ class UnitBackward:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
 
     def highest_bytes(self, stays: frozenset[int], lets_go: Releases = ()) -> int:
-        """Return the most that is live, over the beginning, if the unit is kept.
+        """Return the peak, over the beginning, if the unit is kept.
 
         Args:
-            stays: Storages that others have as well. Those that were there before the step stay in any case: what went
-                here were copies.
-            lets_go: What else goes, with which saved tensors: where it was not seen when one goes, at the end.
+            stays: Storages that others also reference. Storages from before the step stay in any case: the frees seen
+                here were of copies.
+            lets_go: Other bytes freed with saved tensors: at the end, if the free of the tensor was not seen.
         """
         key = stays, lets_go
         if key not in self._highest:
@@ -81,7 +81,7 @@ class Backwards:
     Args:
         trace: The events.
         intervals: By address, the events that allocated and freed something there.
-        position: By mark, how many events came before it.
+        position: By mark, the number of events before it.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Backwards:
         self._pairs = np.array(pairs, np.int64).reshape(-1, 2)
 
     def copied_bytes(self, own: WatchedUnit, fixed: Container[int]) -> int:
-        """Return the bytes that a unit's recompute has made for saved tensors that were there before the step."""
+        """Return the bytes that a unit's recompute has made for saved tensors from before the step."""
         if own.recomputed < 0:
             return 0
         begin, end = self._position[own.recompute], self._position[own.recomputed]
@@ -104,7 +104,7 @@ class Backwards:
         return sum(int(self._delta_bytes[at]) for at in made)
 
     def of(self, own: WatchedUnit, begins: int, ends: int, fixed: frozenset[int]) -> UnitBackward:
-        """Return the backward of a unit between two marks; `fixed` storages were there before the step."""
+        """Return the backward of a unit between two marks; `fixed` storages existed before the step."""
         recompute, begin, end = (self._position[mark] for mark in (own.recompute, begins, ends))
         allocated, freed = self._pairs[:, 0], self._pairs[:, 1]
         remade = freed[(recompute <= allocated) & (allocated < begin) & (begin <= freed) & (freed < end)] - begin

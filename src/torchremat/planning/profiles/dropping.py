@@ -1,4 +1,4 @@
-"""Forwards of which autograd keeps nothing."""
+"""Forwards from which autograd keeps nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchremat.errors import StepError
 
 @contextmanager
 def nothing_kept() -> Generator[None]:
-    """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
+    """Drop everything that autograd saves in the block: a forward needs about the memory of one without grad."""
     push_saved_tensor_hooks(left_to_transform(except_traced(_dropped)), never)
     try:
         with transforms_beside_hooks(lambda: None):
@@ -31,10 +31,10 @@ def _dropped(_: Tensor) -> None:
 
 
 def never(packed: object) -> Tensor:
-    """Unpack nothing but what is traced: no backward may run where nothing is kept.
+    """Unpack nothing except traced tensors: no backward may run where nothing is kept.
 
     Raises:
-        StepError: It is no tensor of a trace.
+        StepError: The object is no tensor of a trace.
     """
     if isinstance(packed, Tensor):
         return packed  # See NOTE [ What is traced in a region ]

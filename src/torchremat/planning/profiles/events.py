@@ -1,4 +1,4 @@
-"""The allocator's events of a step: which belong together, and which belong to regions alone."""
+"""The allocator's events of a step: which ones belong together, and which ones exist only because of regions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchremat.measuring.traces import AllocationTrace
 def without_copies(
     trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
 ) -> AllocationTrace:
-    """Return the trace without what regions copy before a call and drop after it, between the marks `copying`.
+    """Return the trace without the copies that regions make before a call and drop after it, between marks `copying`.
 
-    In another tree there are more or fewer regions around the call; what they keep for longer is left.
+    Another tree has more or fewer regions around the call; copies that regions keep for longer remain.
     """
     of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
     for begin, end in copying:

@@ -1,25 +1,27 @@
-"""How far the calls of a forward are taken apart: as far as a step in which each unit is a region needs less for it.
+"""How far calls of a forward are split: as long as that lowers the peak of a step in which each unit is a region.
 
-A call that is one unit is dropped as a whole, and is there as a whole in its backward. One that is taken apart keeps
-what its own code saves, and the inputs of the calls inside of it, and of these one is there at a time. So with each
-threshold, above which calls are taken apart by what is saved in them, goes a number of bytes
+A call that is one unit is dropped as a whole, and is live as a whole in its backward. A split call keeps the tensors
+that its own code saves, and the inputs of the calls inside it, and only one of these is live at a time. Calls that save
+more than a threshold are split. Each threshold has a number of bytes
 
-    need = the highest of    in the backward of a unit    what is saved in it, and beside it, up to there, what code
+    need = the highest of    in the backward of a unit    what is saved in it, plus, up to there, what code
                                                           between the units has saved, and the inputs of units
                              after the forward            what code between the units has saved, and the inputs of all
 
-    lowest      the threshold with the lowest need. To have each repeated block in a region by hand is one of the
-                choices that it is the best of, however many modules are around the blocks, and whatever they compute
-    units       the coarsest that needs little more: blocks of a transformer, of a U-Net, of an encoder before a decoder
-    split       a unit that is taken apart becomes the calls that it makes, and those what the lowest has them be. So
-                with some units split, a plan has what the lowest has
-    around      the coarsest that needs not much more, if that is another one: stages of a network for pictures, each
-                one unit. What a plan holds of operators it then chooses for a stage at once, and recomputes the sums
-                between blocks from it, where each block by itself would hold its input
+    lowest      the threshold with the lowest need. It is the best of several choices, which include a region around
+                each repeated block, as written by hand, however many modules are around the blocks, and whatever they
+                compute
+    units       the coarsest threshold that needs little more: blocks of a transformer, of a U-Net, of an encoder before
+                a decoder
+    split       a split unit becomes the calls inside it, split further as under the lowest threshold. So with some
+                units split, a plan has the choices of the lowest
+    around      the coarsest threshold that needs not much more, if that is another one: stages of an image network,
+                each one unit. A plan then chooses the held operators for a whole stage, and recomputes the sums
+                between blocks from them, where each block by itself would hold its input
 
-The calls that the step makes itself are taken apart in any case, as one unit is no choice: so is the only call that one
-of them makes, and what one of them lies in. Calls that cannot be units are as well, since parts of them may be; see
-`repeating`.
+The calls that the step makes itself are always split, since one unit leaves no choice: so is the only call that one of
+them makes, and each call around one of them. Calls that cannot be units are split too, since parts of them may be
+units; see `replayability`.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from torchremat.errors import StepError
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Grain, Units, linked
 
-# Units need at most so many times what the lowest needs. To leave a call whole is worth something, as all of its
-# operators are chosen among at once then, and the search has fewer units; and it can still be split.
+# Units need at most this many times the lowest need. A whole call has advantages: the choice covers all its operators
+# at once, and the search has fewer units; and the call can still be split.
 _MOST_NEED = 1.3
 
-# What is around them needs at most this share more, of all that the calls save beyond the lowest.
+# The units around them need at most this share more, of the bytes that the calls save beyond the lowest.
 _MOST_AROUND = 0.25
 
 
 def grain_of(trace: Trace, unlike: Mapping[str, str] | None = None) -> Grain:
-    """Return how far the calls of a trace are to be taken apart.
+    """Return how far the calls of a trace should be split.
 
     Args:
         trace: The forward.
-        unlike: Modules whose recompute would not be their forward, by name, with the reasons.
+        unlike: Modules whose recompute would not repeat their forward, by name, with the reasons.
 
     Raises:
         StepError: The step calls no module of the model with grad mode on.
@@ -72,9 +74,9 @@ def find_units(
 
     Args:
         trace: The forward.
-        split: Calls that would be units and are to be taken apart.
-        unlike: Modules whose recompute would not be their forward, by name, with the reasons; see `repeating`.
-        grain: How far calls are taken apart, if that is known.
+        split: Calls that would be units and should be split.
+        unlike: Modules whose recompute would not repeat their forward, by name, with the reasons; see `replayability`.
+        grain: How far calls are split, if known.
 
     Raises:
         StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
@@ -83,7 +85,7 @@ def find_units(
 
 
 def units_around(units: Units) -> Units | None:
-    """Return the units of the same trace that lie around these; None if there are no others."""
+    """Return the units of the same trace around these; None if there are no others."""
     grain = units.grain
     if grain.around == grain.apart:
         return None
@@ -92,9 +94,9 @@ def units_around(units: Units) -> Units | None:
 
 
 def finest_units(units: Units) -> Units:
-    """Return the units of the same trace with all taken apart that can be.
+    """Return the units of the same trace, each split as far as possible.
 
-    Each of them is one of the units, or lies in one; and in each unit there are some.
+    Each of them is one of the units, or is inside one; and each unit contains at least one.
     """
     trace, split = units.trace, splittable(units)
     owners = {
@@ -106,7 +108,7 @@ def finest_units(units: Units) -> Units:
     while split:
         leaves = find_units(trace, split, units.unlike, units.grain)
         owned = [{owners.get(call) for call in unit.calls} for unit in leaves.units]
-        # What is written in place may glue a call to one of another unit, or leave no unit inside of a call.
+        # An in-place write may merge a call with a call of another unit, or leave no unit inside a call.
         amiss = {owner for one in owned if len(one) > 1 for owner in one}
         amiss |= {*range(len(units.units))}.difference(*owned)
         if not amiss:
@@ -116,7 +118,7 @@ def finest_units(units: Units) -> Units:
 
 
 def splittable(units: Units) -> frozenset[int]:
-    """Return the calls of units that have at least two calls inside, so that there is something to choose among."""
+    """Return the calls of units with at least two calls inside, so that splitting gives a choice."""
     calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
     own = _CallTree(units.trace, units.unlike)
     parts = {call: [units.trace.calls[part].name for part in own.parts(call, units.grain)] for call in calls}
@@ -124,11 +126,11 @@ def splittable(units: Units) -> frozenset[int]:
 
 
 def need_bytes_of(units: Units) -> int:
-    """Return what a step in which each unit is a region needs, temporaries and gradients left aside."""
+    """Return the bytes of a step in which each unit is a region, without temporaries and gradients."""
     trace, bytes_of = units.trace, units.trace.storage_bytes
     inside = {inner for unit in units.units for call in unit.calls for inner in trace.descendants(call)}
     between = [save for index, call in enumerate(trace.calls) if index not in inside for save in call.saved]
-    # By time: storages that are held from then on (-1), and those that a unit which has ended saves (its number).
+    # By time: storages that are held from then on (-1), and the storages saved by a unit that has ended (its number).
     events: list[tuple[int, int, Collection[int]]] = [
         (save.time, -1, save.storages) for save in (*between, *trace.step_saved) if save.dropped is None
     ]
@@ -148,7 +150,7 @@ def need_bytes_of(units: Units) -> int:
 
 
 class _CallTree:
-    """The calls of a trace, to be taken apart more or less."""
+    """The calls of a trace, which can be split more or less."""
 
     def __init__(self, trace: Trace, unlike: Mapping[str, str]) -> None:
         self.trace = trace
@@ -166,7 +168,7 @@ class _CallTree:
 
     @cached_property
     def forced(self) -> frozenset[str]:
-        """The modules whose calls are taken apart in any case."""
+        """The modules whose calls are always split."""
         calls = self.trace.calls
         opening = {calls[root].name for root in self.roots}
         inner = list(self.roots)
@@ -175,7 +177,7 @@ class _CallTree:
         forced = {call.name for call in calls if call.is_overwritten or call.is_transforming}.union(
             self.unlike, (calls[call].name for call in inner)
         )
-        # What opens a scope wherever it is called cannot be part of a unit.
+        # A module that opens a scope wherever it is called cannot be part of a unit.
         for index, call in enumerate(calls):
             outer = index if call.name in opening else None
             while outer is not None:
@@ -184,7 +186,7 @@ class _CallTree:
         return frozenset(forced)
 
     def needs(self) -> Iterator[tuple[int, frozenset[str]]]:
-        """Yield which modules are taken apart by each threshold, the highest first, after what is needed then."""
+        """Yield for each threshold, the highest first, its need and the modules that it splits."""
         saved: dict[str, int] = {}
         for call in (inner for root in self.roots for inner in self.trace.descendants(root) if inner in self.made):
             name = self.trace.calls[call].name
@@ -203,18 +205,18 @@ class _CallTree:
             yield need_bytes_of(units), apart
 
     def units(self, grain: Grain, split: frozenset[int]) -> Units:
-        """Return the units of a grain, some of them taken apart."""
+        """Return the units of a grain, some of them split."""
         chosen = [
             inner for call in self.flat(grain.apart) for inner in (self.parts(call, grain) if call in split else [call])
         ]
         return replace(linked(self.trace, self.roots, chosen, self.unlike), grain=grain)
 
     def parts(self, call: int, grain: Grain) -> list[int]:
-        """Return what a call becomes if it is taken apart."""
+        """Return the calls that a call becomes if it is split."""
         return [inner for child in self.made.get(call, ()) for inner in self._flat(child, grain.inside)]
 
     def flat(self, apart: frozenset[str]) -> list[int]:
-        """Return the calls that are left, in order, if those of some modules are taken apart."""
+        """Return the remaining calls, in order, if the calls of some modules are split."""
         names = apart | self.forced
         return [inner for call in self.roots for inner in self._flat(call, names)]
 
@@ -226,7 +228,7 @@ class _CallTree:
         return [call]
 
     def saved_bytes(self, call: int) -> int:
-        """Return the bytes of what is saved in a call and was made in it."""
+        """Return the bytes of the tensors that were both made and saved in a call."""
         trace = self.trace
         given = {seen.storage for seen in trace.calls[call].inputs}
         saves = (save for inner in trace.descendants(call) for save in trace.calls[inner].saved)

@@ -16,13 +16,13 @@ from torchremat.regions.patches import called_attribute, is_replaceable
 def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]:
     """Route the forward of every module of the model through `run(name, module, function, args, kwargs)`.
 
-    What `module.compile()` has made is routed as a whole, since dynamo would trace whatever is put inside of it.
+    A module compiled by `module.compile()` is routed as a whole, since dynamo would trace anything put inside it.
     """
     changed: list[tuple[nn.Module, str, object]] = []
     try:
         for name, module in visible_modules(model):
             if not is_replaceable(module):
-                continue  # a part of what calls it
+                continue  # a part of its caller
             attribute = called_attribute(module)
             own = module.__dict__.get(attribute)
             function = class_forward(module) if own is None else own

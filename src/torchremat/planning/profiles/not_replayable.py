@@ -1,15 +1,15 @@
-"""The words for modules that would not do in a recompute what they do in their forward. See `repeating`."""
+"""The message about modules whose recompute would not repeat their forward. See `replayability`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# So many modules are named, and so many reasons; `Plan.unlike` has all.
+# Number of modules named, and of reasons; `Plan.unlike` has all.
 _MOST_TOLD = 3
 
 
 def told(unlike: Mapping[str, str]) -> str:
-    """Return the words for modules whose recompute would not be their forward."""
+    """Return the message about modules whose recompute would not repeat their forward."""
     by_reason: dict[str, list[str]] = {}
     for name, why in unlike.items():
         by_reason.setdefault(why, []).append(f"`{name}`" if name else "the model itself")
@@ -23,6 +23,6 @@ def told(unlike: Mapping[str, str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first of some names, and the number of the others."""
     more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
     return f"{', '.join(names[:_MOST_TOLD])}{more}"

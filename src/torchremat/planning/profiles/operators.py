@@ -1,10 +1,10 @@
-"""The operators of a traced forward: which values each reads and makes, how long it takes, and what autograd saves.
+"""The operators of a traced forward: the values that each reads and makes, its seconds, and what autograd saves.
 
-A dispatch mode sees them below autograd, as the policy of a region does, and counts them as that does: operators that
-compute nothing are no operators, see `regions.traits`.
+A dispatch mode sees them below autograd, like the policy of a region, and counts them the same way: operators that
+compute nothing do not count, see `regions.selective.op_info`.
 
-A value is a storage between two writes to it. What compiled code runs, runs eagerly under a mode, so its operators are
-not those of a later step; they are marked.
+A value is a storage between two writes to it. Compiled code runs eagerly under a mode, so its operators are not those
+of a later step; they are marked.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Run:
     """An operator that ran.
 
     Attributes:
-        traits: What is known of the operator.
+        traits: The operator's op info.
         call: Index of the innermost call that was open; -1 for the step's own code.
         reads: Values, each once.
-        makes: Values: new storages, and those that it has written to.
-        flops: Of it.
-        seconds: Of it, this once.
-        signature: What operators of equal cost have in common.
+        makes: Values: new storages, and storages that it has written to.
+        flops: Flops of the operator.
+        seconds: Seconds of this one run.
+        signature: The key shared by operators of equal cost.
         begins: The mark before it; -1 if no allocations were recorded.
         ends: The mark after it.
         is_compiled: Whether compiled code ran it.
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """As torch has it: `aten.mul.Tensor`."""
+        """The name in torch: `aten.mul.Tensor`."""
         return self.traits.name
 
 
@@ -72,11 +72,11 @@ class SeenValue:
     """A storage between two writes to it.
 
     Attributes:
-        size_bytes: Of the storage.
-        pointer: Where its memory began.
+        size_bytes: Size of the storage.
+        pointer: Address of its memory.
         storage: A number for the storage.
         is_overwritten: Whether it was written to afterwards.
-        is_leaf: Whether it is the memory of a leaf that requires grad, as parameters are.
+        is_leaf: Whether it is the memory of a leaf that requires grad, like a parameter.
         is_foreign: Whether its memory is not the allocator's. See NOTE [ Memory that is not the allocator's ].
     """
 
@@ -93,10 +93,10 @@ class SavedValue:
     """A value that autograd saved.
 
     Attributes:
-        value: Which.
-        position: How many operators had begun before.
+        value: Its number.
+        position: Number of operators that had begun before.
         call: Index of the innermost call that was open; -1 for the step's own code.
-        is_dropped: Whether its graph is gone at the end of the forward, so that no backward needs it.
+        is_dropped: Whether its graph is freed by the end of the forward, so that no backward needs it.
     """
 
     value: int
@@ -112,9 +112,9 @@ class OperatorTrace:
     Attributes:
         runs: In order.
         values: By number.
-        saves: In order; what has no memory to show is left out.
-        storages: For the number of a storage here its number in the trace of the calls, if that knows it.
-        is_sized_by_values: Whether one made as many elements as values said.
+        saves: In order; tensors without visible memory are left out.
+        storages: For the number of a storage here its number in the trace of the calls, if it is in that trace.
+        is_sized_by_values: Whether an operator made an output whose size depends on values.
     """
 
     runs: list[Run] = field(default_factory=list[Run])
@@ -124,24 +124,23 @@ class OperatorTrace:
     is_sized_by_values: bool = False
 
 
-# What makes an operator take time that has no flops: the bytes that it moves, and that it is called.
+# The time of an operator without flops: the bytes that it moves, and the call itself.
 _BYTES_PER_S = 1e10
 _CALL_S = 5e-6
 
 
 def nominal_seconds(log: OperatorTrace, run: Run) -> float:
-    """Return the seconds of an operator on a device of no name, for plans that have to be the same everywhere."""
+    """Return the seconds of an operator on a generic device, for plans that have to be the same everywhere."""
     moved = sum(log.values[value].size_bytes for value in (*run.reads, *run.makes))
     return moved / _BYTES_PER_S + _CALL_S
 
 
 # NOTE [ Casts in a recompute ]
+# Autocast keeps the casts of leaves until the outermost autocast ends, for further casts of the same leaf. When
+# backward recomputes, that autocast has ended, so a recompute makes its own casts, and keeps them until it ends:
 #
-# Autocast keeps the casts of leaves until the outermost autocast ends, for whoever casts the same leaf again. When
-# backward recomputes, that is over, so a recompute casts for itself, and it keeps its casts until it ends:
-#
-#   cast in the unit          the cast is left with autocast, and a recompute makes a new one
-#   found made by another     likewise: the recompute makes one that the traced forward does not show (`recast_bytes`)
+#   cast in the unit          autocast keeps the cast, and a recompute makes a new one
+#   found made by another     likewise: the recompute makes a cast that the traced forward lacks (`recast_bytes`)
 
 
 def casts_of_leaves(log: OperatorTrace) -> frozenset[int]:
@@ -151,35 +150,34 @@ def casts_of_leaves(log: OperatorTrace) -> frozenset[int]:
 
 
 def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
-    """Return the numbers that the trace of the calls has for the storages of values, of those that it knows."""
+    """Return the numbers in the trace of the calls for the storages of values, without unknown storages."""
     storages = (log.values[value].storage for value in values)
     return frozenset(log.storages[storage] for storage in storages if storage in log.storages)
 
 
 # NOTE [ Memory that is not the allocator's ]
+# A storage may use the memory of a NumPy array, of a Python buffer, of another library. The allocator never reports it,
+# and no peak includes it, so a plan must not count it. It is recognised as follows:
 #
-# A storage may lie in memory of a NumPy array, of a buffer of Python's, of another library. The allocator never tells
-# of it, and no peak has it, so a plan must not count it. What tells it:
-#
-#   1. torch cannot resize the storage. This alone does not do: `x.numpy()` comes back as such a storage in memory of
-#      `x`, and of a file that torch maps the allocator does tell.
+#   1. torch cannot resize the storage. This alone does not suffice: `x.numpy()` comes back as such a storage in the
+#      memory of `x`, and the allocator does report a file that torch maps.
 #   2. When it is first seen, its address is in no block that was allocated since the recording began.
 #
-# Both are true as well of such a storage that was there before, as of a batch that was made from an array. It lives all
-# the time, and counts for all moments of a step alike or for none. Other storages from before are counted, for on CUDA
-# their frees are.
+# Both also hold for such a storage from before, like a batch that was made from an array. It lives all the time, and
+# counts at all program points of a step or at none. Other storages from before are counted, since on CUDA their frees
+# are.
 
 
 class OperatorTracer(EagerMode):
     """Logs the operators that run while it is entered, under a `FlopCounter`.
 
     Args:
-        flops: Counts what they do.
-        recorder: Takes marks around each; None if no allocations are recorded.
+        flops: Counts their flops.
+        recorder: Takes marks around each operator; None if no allocations are recorded.
 
     Attributes:
-        trace: What ran so far.
-        call: Index of the innermost call that is open; whoever follows the calls sets it.
+        trace: The operators that ran so far.
+        call: Index of the innermost call that is open; set by the code that follows the calls.
     """
 
     def __init__(self, flops: FlopCounter, recorder: AllocationRecorder | None) -> None:
@@ -189,27 +187,28 @@ class OperatorTracer(EagerMode):
         self._flops = flops
         self._recorder = recorder
         self._seconds = time.perf_counter if recorder is None else recorder.seconds
-        # By address: number, weak reference, value. An address cannot come back before the callback has taken it away.
+        # By address: number, weak reference, value. An address cannot be reused before the callback has removed the
+        # entry.
         self._storages: dict[int, tuple[int, ReferenceType[UntypedStorage], int]] = {}
         self._count = 0
-        # Values whose memory may not be the allocator's, each with a mark at which it was there.
+        # Values whose memory may not be the allocator's, each with a mark at which the value was live.
         self._strangers: list[tuple[int, int]] = []
         self._beside_fsdp = shards_anything()
 
     def take_device_time(self, allocations: AllocationTrace) -> None:
-        """Let the seconds of operators be those of the device: until now they are what it took to launch them.
+        """Replace the seconds of operators by those of the device: until now they are the launch times.
 
         Args:
-            allocations: What was recorded meanwhile.
+            allocations: The recording of the same time.
         """
         for run in self.trace.runs if allocations.has_device_time else ():
             run.seconds = max(0.0, allocations.seconds_between(run.begins, run.ends))
 
     def find_foreign(self, allocations: AllocationTrace) -> frozenset[int]:
-        """Note which values are in memory that is not the allocator's, and return the numbers of their storages.
+        """Record which values are in memory that is not the allocator's, and return the numbers of their storages.
 
         Args:
-            allocations: What was recorded meanwhile.
+            allocations: The recording of the same time.
         """
         values = self.trace.values
         strangers = ((values[value], mark) for value, mark in self._strangers)
@@ -223,21 +222,21 @@ class OperatorTracer(EagerMode):
         self._storages.clear()
 
     def mark(self) -> int:
-        """Mark this moment among the allocations; -1 if none are recorded."""
+        """Mark this point among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")
 
     def save(self, tensor: Tensor) -> list[SavedValue]:
-        """Note that autograd saves a tensor, and return that: one for each memory of it."""
+        """Record that autograd saves a tensor, and return the saved values: one for each of its storages."""
         saves = [SavedValue(value, len(self.trace.runs), self.call) for value in self.values(tensor)]
         self.trace.saves += saves
         return saves
 
     def also_known_as(self, memory: UntypedStorage, tensor: Tensor, number: int) -> None:
-        """Note the number that the trace of the calls gives to the memory of a tensor."""
+        """Record the number that the trace of the calls gives to the memory of a tensor."""
         self.trace.storages[self.trace.values[self.value(memory, tensor)].storage] = number
 
     def values(self, tensor: Tensor) -> list[int]:
-        """Return the numbers of the values that a tensor has now; none if it has no memory to show."""
+        """Return the numbers of the values that a tensor has now; none if it has no visible memory."""
         return [self.value(memory, tensor) for memory in memories_of(tensor)]
 
     def value(self, memory: UntypedStorage, tensor: Tensor) -> int:
@@ -264,13 +263,13 @@ class OperatorTracer(EagerMode):
             )
         )
         self._storages[address] = (number, ref(memory, lambda _: self._storages.pop(address, None)), value)
-        # Where a device is simulated, what is real has no address, and stands for memory of the device.
+        # On a simulated device a real tensor has no address, and stands for memory of the device.
         if self.trace.values[value].pointer > 0 and not memory.resizable():
             self._strangers.append((value, self.mark()))
         return value
 
     def _pointer_of(self, memory: UntypedStorage) -> int:
-        """Return where a storage begins among the allocations; 0 if none are recorded."""
+        """Return the address of a storage among the allocations; 0 if none are recorded."""
         return 0 if self._recorder is None else self._recorder.pointer_of(memory)
 
     def _written(self, tensor: Tensor) -> list[int]:
@@ -301,7 +300,7 @@ class OperatorTracer(EagerMode):
         if traits.is_ignored:
             return func(*args, **named)
         if self._beside_fsdp and is_run_by_fsdp(None):
-            # A region does not count them, nor run them again.
+            # A region neither counts them nor runs them again.
             for tensor in written_by(traits.writes, args, named):
                 self._written(tensor)
             return func(*args, **named)
@@ -314,7 +313,7 @@ class OperatorTracer(EagerMode):
         seconds = self._seconds() - start_s
         ends = self.mark()
         if traits.is_sized_by_values:
-            # Of indices masks alone are counted.
+            # Among indices, only masks are counted.
             masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:])
             self.trace.is_sized_by_values |= masks or func is not torch.ops.aten.index.Tensor
         makes: dict[int, None] = {}

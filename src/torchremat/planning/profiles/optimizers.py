@@ -1,4 +1,4 @@
-"""What `optimizer.step()` needs: state that is not there yet, and temporaries. Measured, then undone."""
+"""The bytes of `optimizer.step()`: state that does not exist yet, and temporaries. Measured, then undone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torchremat.planning.devices.machines import Machine
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 
-# How many steps show all the state of an optimizer. torch's own make it in the first one; those that others have
-# written may make some later, as Lookahead does at each fifth or sixth step.
+# How many steps show all the state of an optimizer. torch's own optimizers make it in the first step; third-party ones
+# may make some later, like Lookahead at each fifth or sixth step.
 _STEPS = 12
 
 
@@ -30,7 +30,7 @@ class OptimizerBytes:
     Attributes:
         name: Its type.
         state_bytes: State that it has after its first steps and did not have before.
-        peak_bytes: Highest live bytes during a step over those before the first, new state included.
+        peak_bytes: Peak of a step over the live bytes before the first, new state included.
     """
 
     name: str
@@ -39,10 +39,10 @@ class OptimizerBytes:
 
 
 def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machine: Machine) -> OptimizerBytes:
-    """Run a step with gradients of zero, or some, and put parameters and state back; of what it wraps, too.
+    """Run one or several steps with zero gradients, then restore parameters and state, of a wrapped optimizer too.
 
-    Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
-    does not see these. Some steps are run where code that is not torch's may make state later than in the first.
+    Copies are in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
+    does not see these. Several steps are run if code outside torch may make state later than in the first.
 
     Raises:
         UnsupportedError: See `step_alone`.
@@ -70,7 +70,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Generator[Callable[[], None]]:
-    """Give a function that runs one step, with gradients of zero; all that it changes is put back after the block.
+    """Yield a function that runs one step with zero gradients; all its side effects are undone after the block.
 
     Raises:
         UnsupportedError: See `step_alone`.
@@ -79,7 +79,7 @@ def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Ge
     leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
     world = World()
     reach(world, [optimizer], are_whole=True)
-    # Parameters that do not require grad may be an optimizer's as well: a slow copy, an average.
+    # Parameters that do not require grad may also belong to an optimizer: a slow copy, an average.
     held = {id(one): one for one in (*leaves, *world.tensors)}
     with subject.untouched(steps=True), written_back(held.values()), without_hooks(optimizers) as step:
         yield lambda: step_alone(optimizer, step)
@@ -89,7 +89,7 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     """Run the step of an optimizer, given as `step`, without a closure.
 
     Raises:
-        UnsupportedError: It cannot run like that: LBFGS needs a closure, SparseAdam wants other gradients than zeros.
+        UnsupportedError: It cannot run like that: LBFGS needs a closure, SparseAdam needs other gradients than zeros.
     """
     try:
         step()

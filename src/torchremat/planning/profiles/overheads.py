@@ -1,7 +1,7 @@
-"""What the executor takes by itself: a region, and a region whose operators are seen by a policy.
+"""The executor's own overheads: of a region, and of a region whose operators a policy sees.
 
 Measured once in a process, on bodies of a few operators as modules have them, which compute next to nothing: a norm, a
-product, an activation. A region takes longer the more is saved in it, so there is a short body and a long one.
+product, an activation. A region takes longer the more is saved in it, so a short body and a long one are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchremat.regions.calls import Body
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 
-# How often the body does them, and what there is each time: operators, with the view of the weight, and saved tensors.
+# How often the body repeats them, and the counts per repeat: operators, with the view of the weight, and saved tensors.
 _SHORT, _LONG = 1, 4
 _OPERATORS = ("aten.native_layer_norm.default", "aten.t.default", "aten.addmm.default", "aten.gelu.default")
 _SAVES = 8
@@ -29,14 +29,14 @@ _RUNS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Seconds that the executor takes beside what it runs.
+    """Overhead of the executor in seconds, without the operators that it runs.
 
     Attributes:
-        region_s: Of a region in which nothing is saved: its forward and its recompute.
-        saved_s: Of a tensor that is saved in a region, in both of them.
-        chosen_s: What it takes more if the region has a policy.
-        collected_s: Of an operator in a forward whose policy is asked about it.
-        replayed_s: Of an operator in a recompute that may have been held.
+        region_s: Per region in which nothing is saved: its forward and its recompute.
+        saved_s: Per tensor that is saved in a region, in forward and recompute together.
+        chosen_s: Additional seconds if the region has a policy.
+        collected_s: Per operator in a forward whose policy is asked about it.
+        replayed_s: Per operator in a recompute that may have been held.
     """
 
     region_s: float
@@ -49,23 +49,23 @@ class Overheads:
         """Return the seconds for a region.
 
         Args:
-            saves: How many tensors are saved in it.
-            operators: How many operators a policy is asked about.
-            passed: How many of them a recompute passes.
+            saves: Number of tensors saved in it.
+            operators: Number of operators that a policy is asked about.
+            passed: Number of these that a recompute passes.
         """
         saved_s = self.saved_s + (self.chosen_s if operators else 0.0)
         return self.region_s + saves * saved_s + operators * self.collected_s + passed * self.replayed_s
 
 
-# Those of a device of no name, see `operators.nominal_seconds`.
+# The overheads of a generic device, see `operators.nominal_seconds`.
 NOMINAL = Overheads(region_s=2e-4, collected_s=1e-5, replayed_s=1e-5)
 
 
 @cache
 def overheads() -> Overheads:
-    """Return what the executor takes by itself, in this process."""
-    # Policies that hold the output of the first operator, and of the last, which no recompute gets to: they see that
-    # one, and all of them.
+    """Return the executor's own overheads in this process."""
+    # Policies that hold the output of the first operator, and of the last, which no recompute reaches: they see one
+    # operator, and all of them.
     counted = tuple(name for name in _OPERATORS if name != "aten.t.default") * _LONG
     one, every = (Settings(policy=save_ordinals(counted, frozenset({held}))) for held in (0, len(counted) - 1))
     took = _measured(
@@ -105,18 +105,18 @@ class _PassSeconds:
         return self.forward_s + self.backward_s
 
     def over(self, plain: _PassSeconds) -> float:
-        """Return what a region has added to a body."""
-        # A recompute runs the operators once more, and that is no overhead.
+        """Return the seconds that a region has added to a body."""
+        # A recompute runs the operators once more, which is not overhead.
         return self.total_s - plain.total_s - plain.forward_s
 
 
 def _measured(cases: dict[str, tuple[int, Settings | None]]) -> dict[str, _PassSeconds]:
-    """Return the least seconds of each case, which is a length of the body and the region that it runs in, if any."""
+    """Return the least seconds of each case: a length of the body, and the region that it runs in, if any."""
     weight = torch.eye(_WIDTH, requires_grad=True)
     bias = torch.zeros(_WIDTH, requires_grad=True)
     x = torch.ones(_WIDTH, _WIDTH, requires_grad=True)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    # In turn, since what else the machine does comes and goes.
+    # In turn, since other work on the machine comes and goes.
     for _ in range(_RUNS):
         for name, (times, settings) in cases.items():
             body = partial(_body, weight, bias, times)

@@ -1,15 +1,14 @@
-"""The processes that train one model together, and what they have to agree on.
+"""The processes that train one model together, and their agreements.
 
-Each of them has a budget of its own, and the same plan: a region that one recomputes and another does not would gather
-parameters, or reduce gradients, in another order. So they agree, in this order, on
+Each process has a budget of its own, and all have the same plan: a region that one process recomputes and another does
+not would gather parameters, or reduce gradients, in another order. So they agree, in this order, on
 
     a profile      the most bytes of any process, the mean of the seconds
-    a plan         that of the process whose step is the largest, and so all points of a frontier
+    a plan         the plan of the process with the largest step, and so all points of a frontier
     a measurement  the most bytes of any process, the differences of all
 
-Data parallel are a model in DistributedDataParallel and one that FSDP2 has sharded, together with those that hold its
-replicas or, with tensor parallelism, the other parts of its parameters. Any other model is planned by each
-process for itself, which asks nobody.
+Peers of a model in DistributedDataParallel, or sharded by FSDP2, are the processes that hold its replicas or, with
+tensor parallelism, the other parts of its parameters. Each process plans any other model alone, without communication.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ T = TypeVar("T")
 
 
 def gathered(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Do some work in every process of a group, and return the result of each, in the order of their ranks.
+    """Run some work in every process of a group, and return all results, in the order of the ranks.
 
-    What the work raises in one process is raised in all of them, so that none waits for one that has stopped.
+    An error that the work raises in one process is raised in all, so that none waits for a process that has stopped.
 
     Args:
-        work: Does without the others; its result can be pickled.
+        work: Runs without communication; its result can be pickled.
         group: The process group, None for all processes.
     """
     mine: tuple[T | None, Exception | None]
     try:
         mine = work(), None
-    except Exception as error:  # noqa: BLE001  whatever it is, it is raised below, once the others know
+    except Exception as error:  # noqa: BLE001  any error is raised below, once the others know
         mine = None, error
     rank, told = dist.get_rank(group), None if mine[1] is None else _told(mine[1])
     found: list[tuple[T | None, tuple[type[TorchrematError] | None, str] | None] | None]
@@ -55,7 +54,7 @@ def gathered(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 
 
 def _told(error: Exception) -> tuple[type[TorchrematError] | None, str]:
-    """Return what other processes can raise: of errors that are not ours, nobody knows how they are made."""
+    """Return an error that other processes can raise: constructors of errors that are not ours are unknown."""
     if isinstance(error, TorchrematError):
         return type(error), str(error)
     return None, f"{type(error).__name__}: {error}"
@@ -65,7 +64,7 @@ class Peers:
     """The processes that train a model together.
 
     Args:
-        groups: Their process groups, one for each dimension of the mesh that they form; none if there is one process.
+        groups: Their process groups, one for each dimension of their mesh; none if there is one process.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -73,21 +72,21 @@ class Peers:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are others to agree with."""
+        """Whether other processes have to agree."""
         return bool(self._groups)
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """Do some work in each process, and return all results; what one raises, all raise."""
+        """Run some work in each process, and return all results; an error in one is raised in all."""
         return self._along(self._groups, work)
 
     def _along(self, groups: Sequence[dist.ProcessGroup], work: Callable[[], T]) -> list[T]:
-        # Along one dimension what has been gathered along the others, so that an error on the way is told as well.
+        # Each dimension gathers the results of the previous ones, so that an error on the way is passed on too.
         if not groups:
             return [work()]
         return [one for those in gathered(lambda: self._along(groups[1:], work), groups[0]) for one in those]
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do some work in each process, and return its result here; what one raises, all raise."""
+        """Run some work in each process, and return its result here; an error in one is raised in all."""
         found: list[T] = []
         self.all(lambda: found.append(work()))
         return found[0]
@@ -98,19 +97,19 @@ class Peers:
 
     @property
     def place(self) -> int:
-        """Which of the results of `all` is that of this process."""
+        """The index of this process's result among those of `all`."""
         place = 0
         for group in self._groups:
             place = place * dist.get_world_size(group) + dist.get_rank(group)
         return place
 
     def at(self, place: int, work: Callable[[], T]) -> T:
-        """Do some work in the process at a place, and return the result in each; what it raises, all raise."""
+        """Run some work in the process at a place, and return the result in each; an error is raised in all."""
         return cast("T", self.all(lambda: work() if place == self.place else None)[place])
 
 
 def peers_of(model: nn.Module) -> Peers:
-    """Return the processes that train a model together, by the wrapper or the shards that it has."""
+    """Return the processes that train a model together, judged by its wrapper or its shards."""
     if not (dist.is_available() and dist.is_initialized()):
         return Peers()
     for module in model.modules():

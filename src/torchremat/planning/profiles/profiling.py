@@ -1,16 +1,16 @@
-"""What a plan is made from: a traced forward, and one watched step in which every unit is a region.
+"""The profile of a step: a traced forward, and one watched step in which every unit is a region.
 
 Such a step needs little memory, less than any plan that keeps something, and still shows everything: the allocator's
-events of a unit's forward say what it would need if its saved tensors stayed (leave out their frees), or if it
-stopped at its last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of every unit.
+events of a unit's forward give its peak if its saved tensors stayed (leave out their frees), or if it stopped at its
+last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of every unit.
 
     pass             shows
-    1. traced        the order of calls, links, lifetimes, flops
-    2. tried         which units do in a recompute what they do in their forward; no backward. See `repeating`
-    3. watched       bytes and seconds of each unit, and what else is live at each moment
-    4. forward       the seconds of a forward that nothing watches, to which the others are scaled
-    5. watched       as 3, with the calls inside of units in the place of those units that make several
-    6. watched       as 3, with what lies around units in their place, if that is worth a look; see `grain`
+    1. traced        the order of calls, links, live ranges, flops
+    2. tried         which units repeat their forward in a recompute; no backward. See `replayability`
+    3. watched       bytes and seconds of each unit, and other live bytes at each program point
+    4. forward       the seconds of an unwatched forward, to which the others are scaled
+    5. watched       as 3, with the calls inside units instead of the units that make several
+    6. watched       as 3, with the modules around units instead of them, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 """
 
@@ -47,15 +47,15 @@ from torchremat.planning.profiles.watching import Watcher, every_unit, halves
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 
-# A fine step with more units than this is not watched: nobody could plan with so many.
+# A fine step with more units than this is not watched: planning with so many is infeasible.
 _MOST_UNITS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilePair:
-    """The coarse profile of a step, the fine one if units can be taken apart, and one of what lies around them.
+    """The coarse profile of a step, the fine one if units can be split, and one of the modules around the units.
 
-    The first two make mixtures, see `mixing`; the last is planned with as it is.
+    The first two make mixtures, see `granularity`; the last is used as it is.
     """
 
     blocks: Profile
@@ -75,17 +75,19 @@ def profile_subject(
 ) -> ProfilePair:
     """Profile a step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
-    Several processes run the same steps in the same order, for backward waits until it has reduced its gradients with
-    those of all: each raises what one of them does, and where memory runs out in one, all watch what that one can.
+    Several processes run the same steps in the same order, since backward waits until it has reduced its gradients with
+    those of all: an error in one is raised in each, and if memory runs out in one, all watch the step that this one can
+    run.
 
     Args:
         model: The model.
         subject: The step, of this model. With an optimizer, the bytes of its state and of its step are measured.
         machine: Where it runs.
-        leaves: Whether the calls inside of units are watched as well; it takes as long as the rest.
-        around: Whether what lies around units is, where it is worth a look and this process alone trains the model.
+        leaves: Whether the calls inside units are watched as well; this takes as long as the rest.
+        around: Whether the modules around units are watched as well, if worth a look and if this process alone trains
+            the model.
         peers: The processes that train the model; None if this one alone does.
-        repeats: What profiles of other steps have told of the model's modules, and what this one adds.
+        repeats: Results about the model's modules from profiles of other steps; this one adds its own.
 
     Raises:
         StepError: The step returns no loss, calls no module of the model, or other modules each time.
@@ -103,7 +105,7 @@ _Way: TypeAlias = tuple[Units, Tree]
 
 @dataclass(frozen=True, eq=False)
 class _Profiling:
-    """What `profile_subject` does, with what all of it needs."""
+    """The work of `profile_subject`, with its common state."""
 
     model: nn.Module
     subject: Subject
@@ -126,20 +128,20 @@ class _Profiling:
         return ProfilePair(blocks=blocks, leaves=parts, around=whole and replace(whole, optimizer=blocks.optimizer))
 
     def also(self, units: Units, way: _Way, seconds: float | None) -> Profile | None:
-        """Watch a step with each of some other units in a region; None if some process has no room for it."""
+        """Watch a step with each of some other units in a region; None if it does not fit in some process."""
         if not self.fits(units):
             return None
-        # Who has no room for it runs once more what had, as the others wait for it.
+        # A process without room for it runs the earlier step once more, since the others wait for it.
         place, found = self.watched([(units, every_unit(units)), way])
         return None if place else _scaled(found, seconds)
 
     def outer(self, units: Units) -> Units | None:
-        """Return what lies around the units, if it does in a recompute what it does in its forward."""
+        """Return the units around the units, if their recompute repeats their forward."""
         found = None if self.peers.are_several else units_around(units)
         return None if found is None or not self.fits(found) or self.some_fail(found) else found
 
     def units(self, *, leaves: bool) -> tuple[Units, Units]:
-        """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""
+        """Return the units, and the finest ones, whose recompute repeats their forward."""
         aside = partial(self.subject.untouched, looks=True)
         traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
         has_failed = False
@@ -156,7 +158,7 @@ class _Profiling:
         return units, finest
 
     def grain(self, traced: Trace) -> Grain:
-        """Return how far calls are taken apart: as they were in a step that made the same ones, and in each process."""
+        """Return how far calls are split: as in an earlier step with the same calls, and equal in each process."""
         kind = tuple(call.name for call in traced.calls)
         known = self.repeats.pair.get(kind)
         if known is None:
@@ -165,7 +167,7 @@ class _Profiling:
         return known
 
     def some_fail(self, units: Units) -> bool:
-        """Try the units unless all of them have been tried, and return whether some are to be none. See `repeating`."""
+        """Try the units unless all have been tried, and return whether some cannot be units. See `replayability`."""
         if not self.machine.is_here or units.trace.sharded or self.repeats.know(units):
             return False
         found, parts = list[dict[str, str]](), [range(len(units.units))]
@@ -188,7 +190,7 @@ class _Profiling:
 
         units             each a region
         units in pieces   a region around several of them
-        calls in halves   of those inside of units, each a region; around both halves of a half one more, and so on
+        calls in halves   of the calls inside units, each a region; around both halves of a half one more, and so on
         """
         ways = [(units, every_unit(units))]
         if len(units.units) > 3:
@@ -200,7 +202,7 @@ class _Profiling:
         return [(own, by_shard(own, tree)) for own, tree in ways]
 
     def watched(self, ways: Sequence[_Way]) -> tuple[int, Profile]:
-        """Run the watched step in the first of some ways for which each process has room; return its place as well."""
+        """Run the watched step in the first of some ways that fits in each process; return its index as well."""
         place, found = 0, list[Profile]()
 
         def run() -> int:
@@ -211,12 +213,12 @@ class _Profiling:
 
         while len(set(reached := self.peers.all(run))) > 1:
             place = max(reached)
-            # DistributedDataParallel allocates its buckets anew in the forward after its first backward: in this one.
+            # DistributedDataParallel reallocates its buckets in the forward after its first backward: in this one.
             self.seconds()
         return reached[0], found[0]
 
     def watched_here(self, ways: Sequence[_Way], place: int) -> tuple[int, Profile]:
-        """Run the watched step in the first of some ways, from a place on, for which there is room here."""
+        """Run the watched step in the first of some ways, from an index on, that fits here."""
         *others, last = enumerate(ways[place:], place)
         for reached, (units, tree) in others:
             try:
@@ -229,7 +231,7 @@ class _Profiling:
         return last[0], _measured(self.model, self.subject, *last[1], self.machine)
 
     def seconds(self) -> float | None:
-        """Run a forward that nothing watches, and return its seconds, if they tell anything."""
+        """Run an unwatched forward, and return its seconds, if they are meaningful."""
         return self.peers.each(lambda: self.machine.forward_seconds(self.subject))
 
     def optimizer(self) -> OptimizerBytes | None:
@@ -238,7 +240,7 @@ class _Profiling:
         return None if own is None else measure_optimizer(self.subject, own, self.machine)
 
     def fits(self, units: Units, part: range | None = None) -> bool:
-        """Whether each process has room for a step in which each unit is a region, or each of a part of them."""
+        """Whether a step in which each unit, or each of a part of them, is a region fits in each process."""
         return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
 
 
@@ -254,7 +256,7 @@ def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
 
 
 def _fits(units: Units, part: range, machine: Machine) -> bool:
-    """Whether a step in which each unit of a part is a region holds little enough for what is free now."""
+    """Whether a step in which each unit of a part is a region fits into the free memory now."""
     held = {storage for unit in part for storage in units.units[unit].inputs}
     return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
 
@@ -266,15 +268,15 @@ def _measured(model: nn.Module, subject: Subject, units: Units, tree: Tree, mach
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WatchedStep:
-    """A step in which every unit was a region, as it was taken down.
+    """The record of a step in which every unit was a region.
 
     Attributes:
         units: The units.
         tree: The tree that it ran under.
-        watcher: What was noted.
+        watcher: The notes of the watcher.
         trace: The allocator's events.
-        before: What lay in memory before.
-        marks: The ids of those at the step's beginning, at the end of its forward, and at its end.
+        before: Live bytes before.
+        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
     """
 
     units: Units
@@ -285,7 +287,7 @@ class WatchedStep:
     marks: tuple[int, int, int]
 
     def profile(self, trace: AllocationTrace | None = None) -> Profile:
-        """Return the profile; of other events with the same marks, if they are given."""
+        """Return the profile, or that of other events with the same marks, if given."""
         events = self.trace if trace is None else trace
         return read_profile(self.units, self.tree, self.watcher, events, self.before, marks=self.marks)
 
@@ -299,7 +301,7 @@ def watch(
     *,
     noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> WatchedStep:
-    """Run a step in which every unit is a region, and take it down.
+    """Run a step in which every unit is a region, and record it.
 
     Args:
         model: The model.
@@ -307,7 +309,7 @@ def watch(
         units: The units.
         tree: A tree in which each is a region.
         machine: Where it runs.
-        noting: Returns a context for the step, in which more is noted.
+        noting: Returns a context for the step, in which more is recorded.
     """
     fixed = [*model.parameters(), *model.buffers()]
     with subject.untouched():
@@ -326,9 +328,9 @@ def watch(
 
 
 def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
-    """Return the profile with its seconds scaled to those of a forward that nothing watches.
+    """Return the profile with its seconds scaled to those of an unwatched forward.
 
-    If there is none, they are those of the kernels alone, and what a region takes by itself is missing.
+    Without such a forward, they are the seconds of the kernels alone, and the overhead of regions is missing.
     """
     if forward_seconds is None:
         costs = (

@@ -1,8 +1,8 @@
 """Reads a profile out of the allocator's events of a watched step.
 
-what a unit needs                          its forward's events
+bytes of a unit                            its forward's events
 if it saves nothing                        as they are
-if what it saves stays                     without the frees of that
+if its saved tensors stay                  without their frees
 if it ends at its last save                cut there
 """
 
@@ -33,14 +33,14 @@ from torchremat.schedules.chain import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """What running a unit's forward once more costs, and what its backward takes.
+    """The cost of running a unit's forward once more, and the seconds of its backward.
 
     Attributes:
-        seconds: Of the whole forward.
-        seconds_truncated: Of a recompute that ends at the unit's last save, what the region itself takes included.
-        seconds_backward: Of its backward.
-        flops: Of the whole forward.
-        flops_truncated: Of the forward up to its last save.
+        seconds: Seconds of the whole forward.
+        seconds_truncated: Seconds of a recompute that ends at the unit's last save, including the region's overhead.
+        seconds_backward: Seconds of its backward.
+        flops: Flops of the whole forward.
+        flops_truncated: Flops of the forward up to its last save.
     """
 
     seconds: float
@@ -61,26 +61,26 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a plan is made from.
+    """The measurements that a plan is made from.
 
     Attributes:
         units: The units, with the trace.
         sizes: Bytes, by unit.
-        lifetimes: What lives whatever the plan is.
+        lifetimes: Live ranges that do not depend on the plan.
         costs: Seconds and flops, by unit.
-        order: Units in the order in which backward comes to them.
-        extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
-        after_bytes: Highest live bytes between a moment and the next one, over those live at the moment.
+        order: Units in the order in which backward reaches them.
+        extra_bytes: Bytes live at each program point that do not depend on the plan, relative to the start of the step.
+        after_bytes: Peak between a program point and the next one, over the live bytes at the first.
         start_bytes: Highest live bytes before the first unit is entered.
-        seconds: Of a step without any recompute, estimated.
-        forward_seconds: Of a forward.
-        before: What lies in memory before the step, gradients included.
-        device: Whose bytes these are.
-        optimizer: What `optimizer.step()` needs; None if no optimizer was given.
-        options: For each unit the ways of keeping it beside keeping all, see `options`.
-        backwards: What the allocator did in the backward of each unit that has one.
-        overheads: What the executor takes by itself.
-        generator_bytes: Of the state of a generator, where these lie on the device.
+        seconds: Seconds of a step without any recompute, estimated.
+        forward_seconds: Seconds of a forward.
+        before: Live bytes before the step, gradients included.
+        device: The device of these bytes.
+        optimizer: The bytes of `optimizer.step()`; None if no optimizer was given.
+        options: For each unit the ways of keeping a part of it, see `options`.
+        backwards: The allocator's events in the backward of each unit that has one.
+        overheads: The executor's own overheads.
+        generator_bytes: Bytes of a generator's state, if such states are on the device.
     """
 
     units: Units
@@ -103,7 +103,7 @@ class Profile:
 
     @cached_property
     def nominal_s(self) -> tuple[tuple[float, float], ...]:
-        """For each unit the seconds of its forward on a device of no name: in full, and up to its last save."""
+        """For each unit the seconds of its forward on a generic device: in full, and up to its last save."""
         log, found = self.units.trace.operators, list[tuple[float, float]]()
         for unit in self.units.units:
             calls = {inner for call in unit.calls for inner in self.units.trace.descendants(call)}
@@ -115,7 +115,7 @@ class Profile:
 
     @cached_property
     def nominal_forward_s(self) -> float:
-        """The same of the whole forward, code between the units included."""
+        """The seconds of the whole forward on a generic device, including code between the units."""
         log = self.units.trace.operators
         return sum(nominal_seconds(log, run) for run in log.runs)
 
@@ -134,10 +134,10 @@ def read_profile(
     Args:
         units: The units.
         tree: The tree that the step ran under.
-        watcher: What it noted.
+        watcher: The notes of its watcher.
         trace: The allocator's events.
-        before: What lay in memory before.
-        marks: The ids of those at the step's beginning, at the end of its forward, and at its end.
+        before: Live bytes before.
+        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
 
     Raises:
         StepError: A unit was not called.
@@ -170,7 +170,7 @@ class _Reader:
         self.casts = numbers_of(log, self.cast_values)
 
     def freed_after(self, mark: int) -> int:
-        """The position after the frees that follow a mark: a region's is made just before what it holds goes."""
+        """The position after the frees that follow a mark: a region's mark comes just before its tensors are freed."""
         position, end = self.position[mark], self.position[mark + 1]
         while position < end and self.trace.delta_bytes[position] <= 0:
             position += 1
@@ -180,7 +180,7 @@ class _Reader:
         return int(self.live[self.position[mark]])
 
     def over(self, first: int, last: int) -> int:
-        """Highest live bytes between two marks over those at the first."""
+        """The peak between two marks over the live bytes at the first."""
         between = self.live[self.position[first] : self.position[last] + 1]
         return int(between.max()) - self.at(first) if len(between) else 0
 
@@ -224,7 +224,7 @@ class _Reader:
         return {unit: self.reader.of(watched[unit], *self.marks[ProgramPoint.BACKWARD, unit], fixed) for unit in order}
 
     def slack_bytes(self, sizes: Sequence[UnitBytes]) -> int:
-        """What the allocator may give beyond what is asked for, if all is kept: for each byte as much as here."""
+        """Bytes that the allocator may add to requests, if everything is kept: per byte as much as here."""
         live = max(1, self.trace.peak_bytes)
         kept = sum(size.inside_bytes for size in sizes) + sum(self.units.trace.storage_bytes.values())
         return math.ceil(self.trace.slack_bytes * (live + kept) / live)
@@ -233,7 +233,7 @@ class _Reader:
         return self.trace.marks[mark].time_ns * 1e-9
 
     def points(self, order: tuple[int, ...]) -> dict[Key, tuple[int, int]]:
-        """The marks at which the moments begin, and those until which what comes after them lasts."""
+        """The marks at which the program points are, and the marks at which their stretches end."""
         watched = self.watcher.watched
         marks: dict[Key, tuple[int, int]] = {}
         for unit, own in enumerate(watched):
@@ -257,7 +257,7 @@ class _Reader:
         live = self.live[begin : end + 1] - self.live[begin]
         boundary = {storage for place, storage in own.boundary if not own.is_dropped(place)}
         left = set[int]()
-        # By the events that allocate and free it: bytes of it that are held, and until when.
+        # By the events that allocate and free a storage: its bytes that are held, and until when.
         inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         for save in own.saves:
             address, is_dropped = save.storage.cdata, own.is_dropped(save.place)
@@ -268,7 +268,7 @@ class _Reader:
                 if allocated is None and save.number in self.casts:
                     left.add(save.number)  # See NOTE [ Casts in a recompute ]
                     continue
-                if allocated is None:  # it was there before the unit and is none of its inputs
+                if allocated is None:  # it existed before the unit and is none of its inputs
                     boundary.add(save.number)
                     continue
                 if self.units.outlives(save.number, unit):
@@ -283,7 +283,7 @@ class _Reader:
         stays = np.zeros(end - begin + 1, np.int64)
         for (allocated, freed), last in until.items():
             if freed <= end:
-                # From its free on it would still be there.
+                # After its free it would still be live.
                 stays[max(freed - begin, 0) + 1 : last - begin + 1] += int(self.trace.delta_bytes[allocated])
         cut = self.position[own.last_save] - begin if own.last_save >= 0 else 0
         kept, copies = live + stays, self.copies(own)
@@ -303,7 +303,7 @@ class _Reader:
         )
 
     def recast_bytes(self, unit: int) -> int:
-        """The casts of leaves that a unit finds made, see NOTE [ Casts in a recompute ]."""
+        """Bytes of the casts of leaves that a unit finds already made, see NOTE [ Casts in a recompute ]."""
         log, calls = self.units.trace.operators, self.units.trace.calls
         runs = [log.runs[index] for call in self.units.units[unit].calls for index in calls[call].operators]
         own = {value for run in runs for value in run.makes}
@@ -311,7 +311,7 @@ class _Reader:
         return sum(log.values[value].size_bytes for value in read)
 
     def copies(self, own: WatchedUnit) -> dict[str, int]:
-        """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
+        """The copies that the unit's region makes of generator states and buffers; see `UnitBytes`."""
         position, live, copying = self.position, self.live_with_copies, self.watcher.copying
         calls = copying[bisect_left(copying, (own.looks,)) : bisect_left(copying, (own.ends,))]
         settling = live[position[own.settles] : position[own.ends] + 1]
@@ -322,7 +322,7 @@ class _Reader:
         }
 
     def interval(self, save: UnitSave) -> tuple[int | None, int]:
-        """The events that allocated and freed a saved storage; None if it was there before its unit began."""
+        """The events that allocated and freed a saved storage; None if it existed before its unit began."""
         position = self.position[save.mark]
         begin = self.position[self.watcher.watched[save.unit].begins]
         candidates = self.freed_at.get(save.pointer, [])
@@ -350,7 +350,7 @@ class _Reader:
             cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
             for unit in members:
                 full[unit], truncated[unit] = whole, cut
-        # A recompute costs its unit's truncated forward and what the region itself takes, once in each recompute.
+        # A recompute costs its unit's truncated forward and the region's overhead, once in each recompute.
         overhead = [
             self.time(own.recomputed) - self.time(own.recompute) - truncated[unit]
             for unit, own in enumerate(watched)

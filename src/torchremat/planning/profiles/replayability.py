@@ -1,13 +1,13 @@
-"""Which units do in a recompute what they did in their forward: each is tried once, before anything is planned.
+"""Which units repeat their forward in a recompute: each is tried once, before planning.
 
-A module may read what nobody passes to it: an attribute that the code around it sets, a count of its calls, a draw of
-`random` or NumPy. A recompute finds that as it is then, and the gradients are wrong, or user code raises. So there is
-a forward in which every unit is a region, and when it has ended each is run again, the last one first as in backward.
-What is saved and what is returned has to have the same bits. Where memory is short, a few units are tried at a time.
+A module may read state that is not passed to it: an attribute that the code around it sets, a count of its calls, a
+draw of `random` or NumPy. A recompute finds this state as it is then, and the gradients are wrong, or user code raises.
+So a forward runs in which every unit is a region, and after it each unit runs again, the last one first as in backward.
+Saved and returned tensors must have the same bits. If memory is short, a few units are tried at a time.
 
-A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `grain`.
+A unit that fails is no unit: the calls inside it may be units, and the rest stays kept. See `grain`.
 
-Missing on purpose: units of modules that FSDP2 has sharded, whose parameters are gathered in backward alone; and units
+Missing on purpose: units of modules that FSDP2 has sharded, whose parameters are gathered only in backward; and units
 in which nothing runs (`on="meta"`).
 """
 
@@ -55,13 +55,13 @@ _NO_ROOM = (
 
 @dataclass(eq=False)
 class Repeats:
-    """What is known of the modules that have been tried.
+    """The results for the modules that have been tried.
 
     Attributes:
-        like: The names of those that passed.
-        unlike: The names of those that did not, with the reasons.
-        pair: How far calls are taken apart, by the calls that a step makes: the same for batches of every shape, or
-            their profiles would not be of one form.
+        like: The names of the modules that passed.
+        unlike: The names of the modules that failed, with the reasons.
+        pair: How far calls are split, by the calls that a step makes: equal for batches of every shape, since otherwise
+            their profiles would differ in form.
     """
 
     like: set[str] = field(default_factory=set[str])
@@ -73,7 +73,7 @@ class Repeats:
         return all(name in self.like for unit in units.units for name, _ in unit.keys)
 
     def add(self, units: Units, found: Sequence[Mapping[str, str]]) -> bool:
-        """Take in what trying some units has told in each process, and return whether one of them failed."""
+        """Add the results of trying some units in each process, and return whether one of them failed."""
         new = {name: why for one in found for name, why in one.items()}
         self.unlike.update(new)
         if new:
@@ -82,21 +82,21 @@ class Repeats:
         return bool(new)
 
     def tell(self) -> None:
-        """Warn of those that failed."""
+        """Warn about the modules that failed."""
         if self.unlike:
             warn(told(self.unlike), RepeatWarning)
 
 
 def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict[str, str] | None:
-    """Return the modules whose recompute is not their forward, by name, with the reasons; None if memory ran out.
+    """Return the modules whose recompute does not repeat their forward, with reasons; None if memory ran out.
 
-    Where tensors are saved that cannot be compared, what raises is found, and what has another shape.
+    Where saved tensors cannot be compared, only errors and different shapes are found.
 
     Args:
         model: The model.
         subject: The step.
         units: Its units.
-        part: Those that are tried now; of the others nothing is held.
+        part: The units to try now; nothing is held of the others.
     """
     kinds: tuple[Check, Check] = ("values", "metadata")
     for check in kinds:
@@ -114,7 +114,7 @@ def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict
 
 
 def leave_out() -> None:
-    """Warn that there is no room for trying a unit."""
+    """Warn that memory does not suffice to try a unit."""
     warn(_NO_ROOM, RepeatWarning)
 
 
@@ -128,10 +128,10 @@ class _Trial(UnitObserver):
         self.warned = warned
         self.regions: dict[int, Region] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
-        self.differs = False  # whether a call has returned something else in the recompute that runs
+        self.differs = False  # whether a call has returned different values in the running recompute
 
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
-        """See `Observer`. A region without saved tensors would be gone with its call."""
+        """See `Observer`. A region without saved tensors would be freed with its call."""
         unit = self.unit_of(region)
         if unit is not None and unit in self.part:
             self.regions[unit] = region
@@ -152,11 +152,11 @@ class _Trial(UnitObserver):
             self.differs |= len(then) != len(now) or not all(map(torch.equal, then, now))
 
     def fingerprints(self, output: object) -> list[Tensor]:
-        """Return those of the tensors that a call returns, if values are compared."""
+        """Return the fingerprints of the tensors that a call returns, if values are compared."""
         return list(map(fingerprint, tensors_in(output))) if self.check == "values" else []
 
     def failures(self, model: nn.Module, subject: Subject) -> dict[str, str]:
-        """Run the forward, and the units again, the last one first; return the modules of those that fail."""
+        """Run the forward, and the units again, the last one first; return the modules of failing units."""
         found: dict[str, str] = {}
         settings = Settings(check=self.check, early_stop=False, observer=self)
         try:
@@ -174,7 +174,7 @@ class _Trial(UnitObserver):
         return dict(reversed(found.items()))
 
     def failure(self, region: Region) -> str | None:
-        """Recompute a region, and return why that was not its forward; None if it was, or if that cannot be told."""
+        """Recompute a region, and return why it did not repeat its forward; None if it did, or if unknown."""
         self.differs, before = False, len(self.warned)
         try:
             region.repeat()
@@ -191,7 +191,7 @@ class _Trial(UnitObserver):
         return self.words(region, before) if self.differs else None
 
     def words(self, region: Region, before: int) -> str:
-        """Return why the recompute of a region was another, before which torch had warned so many times."""
+        """Return why a region's recompute differed; `before`: the number of torch's warnings before it."""
         kernels = _kernels(self.warned[before:])
         # A process that runs a region once more than the others may wait for them.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -205,17 +205,17 @@ class _Trial(UnitObserver):
 
 
 def _kernels(warned: Sequence[warnings.WarningMessage]) -> list[str]:
-    """Return the names of the kernels of which torch has said that they are not deterministic."""
+    """Return the names of the kernels that torch has called nondeterministic."""
     found = (_KERNEL.search(str(one.message)) for one in warned)
     return sorted({f"`{match[1]}`" for match in found if match})
 
 
 @contextmanager
 def _deterministic(model: nn.Module) -> Generator[Sequence[warnings.WarningMessage]]:
-    """Let kernels add in the same order each time, those that can: another order is no other state.
+    """Let kernels add in the same order each time, where they can: a different order is no different state.
 
-    Yields what is warned of meanwhile, of kernels that cannot among others. Compiled code is left as it is, since it
-    would be compiled anew.
+    Yields the warnings of the block, including those about kernels that cannot. Compiled code is unchanged, since it
+    would be recompiled.
     """
     if has_compiled(model):
         yield ()

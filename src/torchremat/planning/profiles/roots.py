@@ -1,4 +1,4 @@
-"""Trees made fit for the roots of a step: what is called in the same way is treated alike."""
+"""Trees adapted to the roots of a step: calls that look the same are treated alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchremat.planning.profiles.units import Unit, Units
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
-# A call as a scope knows it, and what one scope knows of some units in a row.
+# A call as a scope identifies it, and the calls of some consecutive units as one scope identifies them.
 Key = tuple[str, int]
 Keys = tuple[tuple[Key, ...], ...]
 
@@ -15,8 +15,8 @@ Keys = tuple[tuple[Key, ...], ...]
 def fitted(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region across two scopes, and calls that a scope cannot tell apart treated alike.
 
-    A root that is called several times in a step has one scope, whose choices hold for each of its calls; and so do
-    those for a module that is called by several roots. See also `by_shard`.
+    A root that is called several times in a step has one scope, whose choices hold for each of its calls; the same
+    holds for the choices for a module that several roots call. See also `by_shard`.
     """
     tree = by_shard(units, tree)
     if len(units.rows) <= 1:
@@ -44,20 +44,20 @@ def fitted(units: Units, tree: Tree) -> Tree:
 
 
 def by_shard(units: Units, tree: Tree) -> Tree:
-    """Return the tree with no region over several modules that FSDP2 has sharded: it gathers those of one at a time."""
+    """Return the tree with no region over several modules sharded by FSDP2: it gathers one module at a time."""
     if not units.trace.sharded:
         return tree
     return tuple(_parted(tree, [_shard_of(unit, units.trace.sharded) for unit in units.units]))
 
 
 def _astray(keys: Iterable[Keys]) -> frozenset[Key]:
-    """Return the calls that are in several rows which are not the same: a region there would be another here."""
+    """Return the calls that are in several different rows: a region in one row would be another in the next."""
     known: dict[Key, Keys] = {}
     return frozenset(key for row in keys for unit in row for key in unit if known.setdefault(key, row) != row)
 
 
 def _shard_of(unit: Unit, sharded: frozenset[str]) -> str:
-    """Return what tells the units of one sharded module from others: a unit that is one itself is alone."""
+    """Return the key of the sharded module of a unit: a unit that is a sharded module itself is alone."""
     name = unit.keys[0][0]
     if name in sharded:
         return unit.name

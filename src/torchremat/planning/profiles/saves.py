@@ -1,4 +1,4 @@
-"""What autograd saves in a traced forward, and what of it goes before the end, with a graph that nobody has any more.
+"""The saves of a traced forward, and those freed before its end, with a graph that is no longer referenced.
 
 `x + (rounded(x) - x).detach()` saves what the backward of `rounded` would need, and drops that graph at once.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class _GraphSave:
-    """What a graph holds in the place of a saved tensor."""
+    """The object that a graph holds in place of a saved tensor."""
 
     __slots__ = ("__weakref__",)
 
 
 class Saves:
-    """Follows what is saved until its graph goes.
+    """Tracks saved tensors until their graphs are freed.
 
     Args:
         now: Returns the time.
@@ -38,12 +38,12 @@ class Saves:
     def note(
         self, saved: SavedStorage, values: Sequence[SavedValue], flops: Iterable[tuple[TracedCall, int]]
     ) -> object:
-        """Note a save, and return what is to be saved in its place.
+        """Record a save, and return the object to save in its place.
 
         Args:
             saved: The save.
-            values: The same among the operators, as far as they know it.
-            flops: The calls that are open, with what each has computed so far.
+            values: The same save among the operators, if they have it.
+            flops: The calls that are open, with the flops of each so far.
         """
         one = _GraphSave()
 
@@ -54,7 +54,7 @@ class Saves:
         return one
 
     def close(self) -> None:
-        """The forward has ended, with a graph: tell operators and calls what that has, and follow no longer."""
+        """The forward has ended, with a graph: pass its saves to operators and calls, and stop tracking."""
         for _, saved, values, flops in self._noted:
             if saved.dropped is None:
                 for call, so_far in flops:
@@ -63,4 +63,4 @@ class Saves:
                 for value in values:
                     value.is_dropped = True
         self._noted.clear()
-        del self._now  # whoever has the time has this object
+        del self._now  # the clock references this object

@@ -1,8 +1,7 @@
-"""How many bytes a store takes from each unit, by putting real saved tensors into it.
+"""The offload size of each unit for a store, by putting real saved tensors into it.
 
-One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
-brought back at once under the allocator's events, and drop it. Units of one signature that give the same are weighed
-once.
+One forward runs in which every unit is stored, in measuring stores: they put each tensor into the real store, bring it
+back at once under the allocator's events, and drop it. Units of one signature with the same payload are measured once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
     """Return the stores if a plan may use them.
 
     Raises:
-        UnsupportedError: One is no store, or loses digits and that is not allowed.
+        UnsupportedError: One is no store, or is lossy and that is not allowed.
     """
     if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
         raise UnsupportedError(f"stores={stores!r}: a list of stores is needed, such as [torchremat.Disk()].")
@@ -57,7 +56,7 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
 
 
 def _lossy_in(store: object) -> object:
-    """Return the codec of a store, or of one inside of it, that loses digits; None if there is none."""
+    """Return the lossy codec of a store, or of a store inside it; None if it has none."""
     if getattr(store, "lossy", None) is not None:
         return cast("object", getattr(store, "lossy"))  # noqa: B009
     inner = (*cast("tuple[object, ...]", getattr(store, "stores", ())), getattr(store, "store", None))
@@ -65,7 +64,7 @@ def _lossy_in(store: object) -> object:
 
 
 def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Sequence[Store]) -> tuple[StoreProfile, ...]:
-    """Return what stores take from units, whole and split; the step's forward runs once or twice for each store.
+    """Return the offload sizes of units, whole and split; the step's forward runs once or twice for each store.
 
     Raises:
         UnsupportedError: The step calls the model, or modules of it, several times.
@@ -97,7 +96,7 @@ def _offer(model: nn.Module, subject: Subject, pair: ProfilePair, place: int, st
 def _weighed(
     model: nn.Module, subject: Subject, profile: Profile, store: Store
 ) -> tuple[dict[tuple[int, ...], OffloadSize], Payload]:
-    """Return the cargoes of a profile's units, and what those units give of which most bytes could leave."""
+    """Return the offload sizes of a profile's units, and the payload of the units with most bytes to leave."""
     units = profile.units
     alike: dict[object, list[int]] = {}
     for unit, size in enumerate(profile.sizes):
@@ -113,7 +112,7 @@ def _weighed(
             scale, leaving = scales[members[0]], 0
             for unit in members:
                 if scales[unit].given != scale.given:
-                    # Not all of what it saves can go, as of a unit that is given a leaf; or all of it can.
+                    # Some of its saved tensors cannot leave, like a leaf among its inputs; or all of them can.
                     others.setdefault((signature, *scales[unit].given), []).append(unit)
                     continue
                 offload_size = scale.offload_size(profile, unit, trace)
@@ -129,7 +128,7 @@ def _weighed(
 def _forward(
     model: nn.Module, subject: Subject, profile: Profile, store: Store, first: Container[int], members: Sequence[int]
 ) -> tuple[dict[int, _Scale], AllocationTrace]:
-    """Run a forward in which the units that are `first` are weighed; of the others is noted what they give."""
+    """Run a forward that measures the units in `first`; of the others it records the payload."""
     units = profile.units
     with subject.untouched(), record_allocations(profile.device) as recorder:
         scales = {
@@ -149,7 +148,7 @@ def _forward(
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
-    """One tensor: the place of its storage among those that the unit saves, and the marks around what was done."""
+    """One tensor: the place of its storage among those that the unit saves, and the marks around its transfers."""
 
     place: int
     size_bytes: int
@@ -159,7 +158,7 @@ class _Tried:
 
 @dataclass(eq=False)
 class _Scale:
-    """A store that weighs, for one unit; without a store to try it notes what it is given."""
+    """A measuring store, for one unit; without a store to try it only records its tensors."""
 
     store: Store | None
     recorder: AllocationRecorder
@@ -167,16 +166,16 @@ class _Scale:
     tried: list[_Tried] = field(default_factory=list[_Tried])
     places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage
     seen: int = 0
-    given: list[int] = field(default_factory=list[int])  # the places of what it was given
+    given: list[int] = field(default_factory=list[int])  # the places of the tensors put into it
 
     def saw(self, tensor: Tensor) -> None:
-        """Note the place of a tensor that the unit saves; of a wrapper that of its largest part."""
+        """Record the place of a tensor that the unit saves; of a wrapper the place of its largest part."""
         for memory in memories_of(tensor)[:1]:
             self.places[address_of(memory)] = self.seen
         self.seen += 1
 
     def put(self, tensor: Tensor) -> _Taken:
-        """Give a tensor to the store and take it back."""
+        """Put a tensor into the store and take it back."""
         place = self.places.get(address_of(tensor.untyped_storage()), self.most)
         self.given.append(place)
         if self.store is None:
@@ -188,9 +187,9 @@ class _Scale:
             with held_in(read):
                 handle: Handle | None = self.store.put(tensor)
         except StoreError:
-            handle = None  # one that is strict has no room
+            handle = None  # a strict store has no room
         if handle is None:
-            return _Taken()  # that of a step to come may have room for another
+            return _Taken()  # in a later step it may have room for another
         put = mark("put")
         settle(handle)
         read.clear()
@@ -207,19 +206,19 @@ class _Scale:
 
     @property
     def payload(self) -> Payload:
-        """What the unit gives."""
+        """The payload of the unit."""
         tensors = tuple((one.size_bytes, one.dtype) for one in self.tried)
         return Payload(tensors=tensors, times=max(1, round(self.seen / max(1, len(tensors)))))
 
     def offload_size(self, profile: Profile, unit: int, trace: AllocationTrace) -> OffloadSize | None:
-        """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
+        """Return the offload size of a unit with the calls of the measured one; None if nothing leaves."""
         saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
         parcels: list[Parcel] = []
         for one in self.tried:
             storage = saved[one.place]
             before, put, left, begun, there = map(trace.live_bytes_at, one.marks)
-            goes = one.place in dropped  # with its graph, and what the store has of it as well
-            # What somebody else has stays, and a store that keeps the tensor itself frees nothing.
+            goes = one.place in dropped  # with its graph, and so does the store's copy of it
+            # Memory that something else references stays, and a store that keeps the tensor itself frees nothing.
             leaves = not goes and storage not in size.left and there - left >= one.size_bytes
             parcels.append(
                 Parcel(
@@ -239,14 +238,14 @@ class _Scale:
 
 
 class _Taken:
-    """The handle of a tensor that nobody will ask for."""
+    """The handle of a tensor that is never asked for."""
 
     __slots__ = ("__weakref__",)
 
     stored_bytes = 0
 
     def get(self) -> Tensor:
-        """Refuse: what was weighed is gone."""
+        """Raise: the measured tensor is gone."""
         raise UnsupportedError("the step runs a backward of its own; a plan needs one that returns the loss.")
 
     def prefetch(self) -> None:

@@ -1,26 +1,26 @@
-"""How fast a store is: what plans do with it is done with tensors like the model's, alone and beside something to do.
+"""The speed of a store: tensors like the model's move as under a plan, alone and overlapped with compute.
 
-A graph of two units is run. The first saves the tensors; the second computes, and what the first has saved is on its
-way meanwhile, out in the forward and back in the backward, by the same journey as under a plan.
+A graph of two units is run. The first saves the tensors; the second computes, and the saved tensors of the first are in
+flight meanwhile, out in the forward and back in the backward, by the same offload schedule as under a plan.
 
                  nothing to compute     enough to compute
     kept                 a                      b              the tensors stay where they are
     moved                c                      d
 
-    c - a    what a move takes if everybody waits for it
-    d - b    what it takes from the model though nobody waits: what the thread that trains does itself, and what copies
-             take from its kernels, be it cores, bandwidth of the memory, or the interpreter
+    c - a    seconds of a transfer if the step waits for it
+    d - b    seconds that the model loses without waiting: the work of the training thread itself, and the cores,
+             memory bandwidth, or interpreter time that copies take from its kernels
 
-All four in turn, several times, for tensors as one unit saves them and for tiny ones: from both follow the seconds of a
-tensor whatever its size, and those of a byte. What is computed is products of matrices and functions of their elements,
-as kernels of a model are either.
+All four run in turn, several times, for tensors as one unit saves them and for tiny ones: both together give the
+seconds per tensor, whatever its size, and per byte. The compute consists of matrix products and elementwise functions,
+like the kernels of a model.
 
-A store may be slow: the part that is moved grows from one small tensor as long as the next one is expected to move
-within a tenth of a second each way, some thirty of which are waited for. One that takes longer for the smallest part is
-moved once, and believed to take all of it from the model.
+A store may be slow: the moved part grows from one small tensor as long as the next one is expected to move within a
+tenth of a second each way; some thirty of these transfers are waited for. A store that takes longer for the smallest
+part is tried once, and all its seconds are assumed to be lost by the model.
 
-Deliberately missing: how fast a disk is that has to write what it is given at once. Moves go to the page cache here, as
-those of a step do; a step that stores more than the system lets wait there is slower, which `verify` tells.
+Deliberately missing: the speed of a disk that has to write immediately. Transfers go to the page cache here, like those
+of a step; a step that stores more than the system lets wait there is slower, which `verify` reports.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from torchremat.planning.simulator.offload_choices import Bandwidth, Speed
 from torchremat.regions.offload_schedule import OffloadRun, OffloadSchedule, Transfer, Trigger
 from torchremat.tensors.handles import Store
 
-# So many rounds at most and at least, and in between as many as take about so many seconds.
+# The most and the fewest rounds, and in between as many as take about this many seconds.
 _ROUNDS = 7
 _FEWEST_ROUNDS = 3
 _ENOUGH_S = 1.0
-# Of a unit's tensors those are moved that come first, so many bytes of them.
+# Only the first tensors of a unit are moved, up to this many bytes.
 _MOST_BYTES = 32 * 2**20
-# A move of more seconds each way is not measured again, and none is tried that is expected to take them.
+# A transfer of more seconds each way is not measured again, and none is tried that is expected to take longer.
 _LONGEST_S = 0.1
 _GROWTH = 4
-# Enough to be stored at all, see `Catalog`.
+# Large enough to be stored at all, see `Catalog`.
 _TINY_BYTES = 1024
 _TINY_TENSORS = 32
-# What is computed at a time: long beside the seconds that it takes to start it.
+# The unit of compute: long compared to its launch time.
 _WIDTH = {"cpu": 256}
 _WIDTH_OF_DEVICES = 2048
-# There is as much to compute as the move takes alone, so many times.
+# The compute takes this many times the seconds of the transfer alone.
 _BESIDE = 1.5
-_NEVER_S = 1e9  # of a store that has no room
+_NEVER_S = 1e9  # for a store that has no room
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What one unit gives to a store: the tensors, by size and type, and how often each is saved."""
+    """The payload that one unit gives to a store: the tensors, by size and type, and how often each is saved."""
 
     tensors: tuple[tuple[int, torch.dtype], ...]
     times: int = 1
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all tensors."""
         return sum(size for size, _ in self.tensors)
 
     def within(self, limit_bytes: int) -> Payload:
-        """Return those that come first, of at most so many bytes."""
+        """Return the first tensors, at most `limit_bytes` of them."""
         taken, total = list[tuple[int, torch.dtype]](), 0
         for size, dtype in self.tensors:
             total += size
@@ -82,7 +82,7 @@ class Payload:
         return Payload(tensors=tuple(taken), times=self.times)
 
     def part(self, limit_bytes: int) -> Payload:
-        """Return the first so many bytes; the last of the tensors may be a part of one."""
+        """Return the first `limit_bytes`; the last tensor may be a part of one."""
         taken, left = list[tuple[int, torch.dtype]](), limit_bytes
         for size, dtype in self.tensors:
             if left < min(size, _TINY_BYTES):
@@ -93,13 +93,13 @@ class Payload:
 
 
 def measured_speed(store: Store, device: torch.device, payload: Payload, limit_bytes: int | None) -> Speed:
-    """Return how fast a store is.
+    """Return the speed of a store.
 
     Args:
         store: The store.
-        device: Where the tensors come from.
-        payload: What a typical unit gives to it.
-        limit_bytes: The most that it holds.
+        device: The device of the tensors.
+        payload: The payload of a typical unit.
+        limit_bytes: Its capacity in bytes.
     """
     most_bytes = _MOST_BYTES if limit_bytes is None else min(limit_bytes, _MOST_BYTES)
     payload = payload.within(most_bytes)
@@ -119,7 +119,7 @@ def measured_speed(store: Store, device: torch.device, payload: Payload, limit_b
 
 @dataclass(frozen=True, kw_only=True)
 class _Move:
-    """Seconds of one move: if everybody waits for it, and those that it takes from the model though nobody does."""
+    """Seconds of one transfer: if the step waits for it, and those that the model loses without waiting."""
 
     alone_s: float
     busy_s: float
@@ -139,19 +139,19 @@ def _search_budget(tiny: Payload, of_tiny: _Move, payload: Payload, of_all: _Mov
 
 
 class _Timed:
-    """The seconds of moving some freight, or the part of it that is quick, out and back.
+    """The seconds of moving a payload, or the quick part of it, out and back.
 
     Attributes:
-        payload: What was moved.
+        payload: The moved payload.
         out: Its way out.
         back: Its way back.
-        spread: By how much its moves varied.
+        spread: The variation of its transfers.
     """
 
     def __init__(self, store: Store, device: torch.device, payload: Payload) -> None:
         self._store, self._device = store, device
         width = _WIDTH.get(device.type, _WIDTH_OF_DEVICES)
-        # The generators that the model draws from are not touched.
+        # The generators that the model draws from stay untouched.
         self._generator = torch.Generator(device).manual_seed(0)
         self._matrix = self._random(width, width)
         self.payload = payload.part(_TINY_BYTES)
@@ -166,7 +166,7 @@ class _Timed:
         self.out, self.back = (_move([one[i] for one in alone], [one[i] for one in busy]) for i in (0, 1))
 
     def _grown(self, payload: Payload) -> tuple[float, float]:
-        """Let more of some freight be moved as long as that is expected to be quick; return the seconds of a move."""
+        """Move more of a payload as long as that is expected to be quick; return the seconds of a transfer."""
         took = self._added(0)
         while self.payload != payload and _GROWTH * max(took) <= _LONGEST_S:
             self.payload = payload.part(_GROWTH * self.payload.size_bytes)
@@ -174,7 +174,7 @@ class _Timed:
         return took
 
     def _rounds(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """Return the seconds that moves take with nothing else to do, and with enough."""
+        """Return the seconds of transfers without compute, and with enough compute."""
         found = [self._step(0, moves=True) for _ in range(_FEWEST_ROUNDS)]
         most_s = max(statistics.median(column) for column in zip(*found, strict=True))
         once_s = min(sum(self._step(1, moves=False)) for _ in range(_FEWEST_ROUNDS)) / 2
@@ -192,7 +192,7 @@ class _Timed:
         return moved[0] - kept[0], moved[1] - kept[1]
 
     def _step(self, times: int, *, moves: bool) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward with so much to compute."""
+        """Return the seconds of a forward and a backward with `times` units of compute."""
         transfers = {0: Transfer(store=0, leaves_after=1, comes_before=1)} if moves else {}
         journey = OffloadRun(OffloadSchedule((self._store,), transfers))
         tensors = [self._made(size, dtype) for size, dtype in self.payload.tensors]
@@ -218,7 +218,7 @@ class _Timed:
             F.gelu(self._matrix)
 
     def _made(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of two dimensions, as those of one may be stored apart from their aliases."""
+        """Return a tensor of two dimensions, since a store may treat 1-D tensors apart from their aliases."""
         made = self._random(1, max(1, size // dtype.itemsize))
         return made.to(dtype) if dtype.is_floating_point or dtype.is_complex else (made > 0).to(dtype)
 
@@ -235,7 +235,7 @@ def _move(alone: Sequence[float], busy: Sequence[float]) -> _Move:
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """Return half the width of the middle half of some seconds, as a share of their median."""
+    """Return half the interquartile range of some seconds, relative to their median."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return (high - low) / 2 / median if median > 0 else 1.0
 
@@ -255,7 +255,7 @@ class _Saving(torch.autograd.Function):
 
 
 class _Computing(torch.autograd.Function):
-    """The identity, which computes something else both ways."""
+    """The identity, which computes something in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, compute: Callable[[], None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A traced forward as data: its calls, the tensors that they saw, and how long storages lived. Made by `tracing`."""
+"""A traced forward as data: its calls, the tensors that they saw, and live ranges of storages. Made by `tracing`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SavedStorage:
     """A storage that autograd saved.
 
     Attributes:
-        storage: Its number; -1 if it has no memory to show. Of a wrapper that of its largest part.
-        time: When.
-        dropped: When its graph was gone; None if that is there at the end of the forward.
+        storage: Its number; -1 if it has no visible memory. Of a wrapper the number of its largest part.
+        time: Time of the save.
+        dropped: Time at which its graph was freed; None if the graph exists at the end of the forward.
         others: The numbers of the other parts of a wrapper.
     """
 
@@ -27,7 +27,7 @@ class SavedStorage:
 
     @property
     def storages(self) -> tuple[int, ...]:
-        """The numbers of all that it consists of."""
+        """The numbers of all its parts."""
         return (self.storage, *self.others)
 
 
@@ -55,14 +55,14 @@ class TracedCall:
     Attributes:
         name: The module's name in the model.
         kind: The name of its type.
-        number: How many calls of this name came before.
-        parent: Index of the call that made it; None if the step did.
+        number: The number of earlier calls of this name.
+        parent: Index of the call that made it; None if the step made it.
         inputs: The tensors among its arguments.
-        outputs: Those that it returned.
+        outputs: The tensors that it returned.
         mutated: Places in `inputs` whose tensors it wrote to in place.
         is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
-        is_transforming: Whether a reverse-mode transform of torch.func ran in it, which no region can have inside.
-        saved: What autograd saved directly in it, not in the calls inside.
+        is_transforming: Whether a reverse-mode transform of torch.func ran in it, which no region can contain.
+        saved: The saves of autograd directly in it, not in the calls inside.
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
         carried: Storages that are in its other arguments (a cache, say) when the forward has ended, and skips from
@@ -71,8 +71,9 @@ class TracedCall:
         flops_saved: Flops of its forward up to its last save that has a graph at the end.
         grad: Whether grad mode was on.
         input_elements: Elements in its inputs.
-        conditions: How it found things, if it is of no other call.
-        signature: Its type, whether it trains, and the shapes of its parameters and inputs; see `Units.signature`.
+        conditions: The conditions that it found, if it is in no other call.
+        signature: Its type, whether it is in training mode, and the shapes of its parameters and inputs; see
+            `Units.signature`.
         operators: The operators that ran in it, as a range.
         begins: The mark at its entry; -1 if no allocations were recorded.
         ends: The mark at its exit.
@@ -109,16 +110,16 @@ class Trace:
     Attributes:
         calls: In the order of entry.
         storage_bytes: Bytes of each storage number; 0 where the memory is not the allocator's.
-        fixed: Storages of parameters, buffers and other tensors that were there before.
+        fixed: Storages of parameters, buffers and other tensors from before.
         born: For a storage number the time at which it was first seen.
-        died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
-        lasting: Those that went when a call had returned and nothing had run since: by `died` they were gone before it
-            returned, as nothing is held for them, and at its last mark they were there.
-        step_saved: What autograd saved outside of every call, in the step's own code.
+        died: For a storage number the time by which it was freed; absent if it was alive at the end of the forward.
+        lasting: The storages freed after a call had returned, before anything else ran: by `died` they were freed
+            before it returned, since nothing is held for them, and at its last mark they were live.
+        step_saved: The saves of autograd outside every call, in the step's own code.
         end: Time at the end of the forward.
-        flops: Of the whole forward.
-        operators: All that ran.
-        allocations: What the allocator did meanwhile, with a mark before and after each operator; None if not recorded.
+        flops: Flops of the whole forward.
+        operators: All operators that ran.
+        allocations: The allocator's events meanwhile, with a mark before and after each operator; None if not recorded.
         sharded: The names of the modules that FSDP2 has sharded.
     """
 
@@ -151,5 +152,5 @@ class Trace:
 
 
 def named(name: str) -> str:
-    """Return the words for a module in a message."""
+    """Return the name of a module for a message."""
     return f"`{name}`" if name else "the model"

@@ -1,13 +1,13 @@
-"""One forward of the user's step, traced: which modules are called when, with which tensors, and what they save.
+"""One forward of the user's step, traced: which modules run when, with which tensors, and what they save.
 
-Nothing that autograd saves is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor
-between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
-not guessed from types, and the lifetimes say which boundaries stay alive whatever the plan is.
+No saved tensor is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor between two
+calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is observed, not
+guessed from types, and the live ranges show which boundaries stay alive whatever the plan is.
 
-The operators are logged by the way, see `operators`; a call is the smallest thing here.
+The operators are logged at the same time, see `operators`; this module works on whole calls.
 
-Compiled modules save other tensors than their eager code, whose operators are the ones that can be seen. So with such
-modules there are three forwards: one runs eagerly and shows operators, one compiles, one shows all else.
+Compiled modules save other tensors than their eager code, and only the operators of eager code are visible. So with
+such modules three forwards run: one runs eagerly and shows operators, one compiles, one shows everything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Step = Callable[[nn.Module], object]
 
 class _Tracer:
     def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorTracer) -> None:
-        self.hook: object = None  # of the traced forward, for what it saves
+        self.hook: object = None  # of the traced forward, for its saves
         self.thread = OwnThread()
         self.flops = flops
         self.log = log
@@ -62,7 +62,7 @@ class _Tracer:
         self.time = 0
         self.open: list[int] = []
         self.counts: dict[str, int] = {}
-        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
+        # By address. An address cannot be reused before the callback of its weak reference has removed the entry.
         self.storages: dict[int, tuple[int, ReferenceType[UntypedStorage]]] = {}
         self.storage_bytes: dict[int, int] = {}
         self.born: dict[int, int] = {}
@@ -75,15 +75,15 @@ class _Tracer:
         self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
-        self.idle_since = -1  # how many operators had run when the last call returned
+        self.idle_since = -1  # number of operators that had run when the last call returned
         self.fixed = frozenset(number for tensor in _named(model) for number in self.storages_of(tensor))
 
     def storages_of(self, tensor: Tensor, *, new: bool = False) -> tuple[int, ...]:
-        """Return the numbers of a tensor's storages, the largest first; -1 alone if it has no memory to show.
+        """Return the numbers of a tensor's storages, the largest first; -1 alone if it has no visible memory.
 
         Args:
             tensor: The tensor.
-            new: Whether what was not seen before was made since the last event.
+            new: Whether an unseen storage was made since the last event.
         """
         return tuple(self.storage(one, tensor, new=new) for one in memories_of(tensor)) or (-1,)
 
@@ -97,8 +97,8 @@ class _Tracer:
 
         def dies(_: object) -> None:
             del self.storages[address]
-            # What goes before anything has run since a call returned was an argument of it that nobody else has, or a
-            # variable that takes its result.
+            # A storage freed after a call returned, before anything else ran, was an argument with no other reference,
+            # or the old value of the variable that takes its result.
             self.died[number] = self.time
             if self.idle_since == len(self.log.trace.runs):
                 self.died[number] -= 1
@@ -111,7 +111,7 @@ class _Tracer:
         return number
 
     def seen(self, tensor: Tensor, *, new: bool = False) -> list[Seen]:
-        """Return what is seen of a tensor, one for each of its storages."""
+        """Return the tensor as seen, one entry for each of its storages."""
         known = self.identities.get(id(tensor))
         if known is None or known[1]() is not tensor:
             known = (self.tensors, ref(tensor))
@@ -130,12 +130,12 @@ class _Tracer:
         return self.saves.note(saved, values, ((call, self.flops.total - call.flops) for call in calls))
 
     def transforms(self) -> None:
-        """Note that a reverse-mode transform of torch.func begins."""
+        """Record that a reverse-mode transform of torch.func begins."""
         for index in self.open:
             self.calls[index].is_transforming = True
 
     def carried(self, value: object) -> None:
-        """Note a value where it is put, and where it is taken: calls that began between get it past their arguments."""
+        """Record a value where it is put, and where it is taken: calls begun between get it outside their arguments."""
         storages = [one for tensor in tensors_in(value) for one in self.storages_of(tensor, new=True)]
         for storage in storages:
             for call in (self.calls[index] for index in self.open):
@@ -143,7 +143,7 @@ class _Tracer:
                     call.carried = (*call.carried, storage)
 
     def look_into_objects(self) -> None:
-        """Note which tensors the other arguments hold, and let go of them."""
+        """Record which tensors the other arguments hold, and release these arguments."""
         for index in list(self.objects_of):
             inside = tensors_inside(self.objects_of.pop(index))
             call = self.calls[index]
@@ -230,8 +230,9 @@ def trace(
     Args:
         model: The model.
         step: Returns the loss.
-        record: Records what an allocator does in a block. If given, its events are part of the trace.
-        aside: Returns a context that keeps what the step touches; `untouched` with the model if not given.
+        record: Records the allocator's events in a block. If given, they are part of the trace.
+        aside: Returns a context that preserves the state that the step touches; `untouched` with the model if not
+            given.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
@@ -263,15 +264,15 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
             finally:
                 thread.on_carried = None
                 pop_saved_tensor_hooks()
-                tracer.hook = None  # it has the tracer
+                tracer.hook = None  # it references the tracer
         loss = loss_of(result)
-        del result  # logits and caches beside the loss go before backward, as they do in each run
+        del result  # logits and caches other than the loss are freed before backward, as in each run
         tracer.look_into_objects()
         tracer.saves.close()
         for call, versions in zip(tracer.calls, tracer.versions, strict=True):
             call.is_overwritten = any(parameter._version != version for parameter, version in versions)
     finally:
-        tracer.storages.clear()  # what dies from here on is not noted
+        tracer.storages.clear()  # frees from here on are not recorded
         log.close()
     del loss
     return Trace(
@@ -290,7 +291,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
 
 
 def _recorded(seen: Trace, log: OperatorTracer, allocations: AllocationTrace) -> Trace:
-    """Return a trace with what was recorded; see NOTE [ Memory that is not the allocator's ]."""
+    """Return a trace with the recorded allocations; see NOTE [ Memory that is not the allocator's ]."""
     log.take_device_time(allocations)
     numbers = log.trace.storages
     foreign = {numbers[storage] for storage in log.find_foreign(allocations) if storage in numbers} - seen.fixed
@@ -299,7 +300,7 @@ def _recorded(seen: Trace, log: OperatorTracer, allocations: AllocationTrace) ->
 
 
 def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
-    """Return a trace of compiled code with the operators of one that ran eagerly."""
+    """Return a trace of compiled code with the operators of an eager trace."""
     if [(call.name, call.number) for call in own.calls] != [(call.name, call.number) for call in eager.calls]:
         raise StepError(
             "the step calls other modules when its compiled modules run eagerly than when they run compiled. A plan "
@@ -308,7 +309,7 @@ def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
     numbers: dict[int, int] = {}
     for call, seen in zip(own.calls, eager.calls, strict=True):
         call.operators, call.begins, call.ends, call.flops = seen.operators, seen.begins, seen.ends, seen.flops
-        # A compiled call saves when all of it has run.
+        # A compiled call saves at its end.
         call.flops_saved = seen.flops if is_compiled(model.get_submodule(call.name)) else seen.flops_saved
         pairs = (*zip(seen.inputs, call.inputs, strict=True), *zip(seen.outputs, call.outputs, strict=True))
         numbers.update((theirs.storage, ours.storage) for theirs, ours in pairs)
@@ -323,7 +324,7 @@ def _named(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a model.
 
     Raises:
-        UnsupportedError: The bytes of one cannot be counted.
+        UnsupportedError: The bytes of one of them cannot be counted.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
@@ -334,7 +335,7 @@ def _named(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """Return what is known of the cost of a call before it runs: the type, the shapes of parameters, the inputs."""
+    """Return the cost key of a call, known before it runs: the type, the shapes of parameters, the inputs."""
     parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
     return (
         type(module).__qualname__,

@@ -1,15 +1,16 @@
-"""The units of a trace: calls that a plan makes one choice for, in the order in which they were made.
+"""The units of a trace: calls that a plan makes one choice for, in call order.
 
-Which calls they are is the matter of `grain`; here they get what a plan has to know of them.
+`grain` selects the calls; this module adds the facts that a plan needs about them.
 
-    repeating         a call whose recompute would not be its forward is no unit; see `repeating`
+    replayability     a call whose recompute would not repeat its forward is no unit; see `replayability`
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
-                      input changed: it is glued to the call that produced the input, and both are one unit; if that
-                      is not the call just before, or if a later call writes to an input, the call is no unit at all;
-                      neither is one whose parameters are written in it or later, as by `nn.Embedding(max_norm=...)`
-    torch.func        a call in which a reverse-mode transform runs (`grad`, `vjp`) is none, since no region could be
-    barrier           regions do not span two calls of a root, of which each opens a scope of its own: also where a
-                      root is called inside of another one, as by a step that calls a part of the model beside all of it
+                      input changed: it is merged with the call that produced the input into one unit; if that is not
+                      the previous call, or if a later call writes to an input, the call is no unit at all; neither is
+                      a call whose parameters are written in it or later, like `nn.Embedding(max_norm=...)`
+    torch.func        a call in which a reverse-mode transform runs (`grad`, `vjp`) is no unit, since no region can
+                      contain it
+    barrier           regions do not span two calls of a root, since each opens a scope of its own: also where a root
+                      is called inside another one, as in a step that calls both the model and a part of it
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torchremat.regions.rules import external_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class Grain:
-    """How far calls are taken apart; see `grain`.
+    """How far calls are split; see `grain`.
 
     Attributes:
-        apart: The modules whose calls are.
-        inside: Those whose calls are inside of a unit that is split, beside its own.
-        around: Those whose calls are if units are as coarse as is worth a look.
+        apart: The modules whose calls are split.
+        inside: The modules whose calls are also split inside a split unit, in addition to the unit's own.
+        around: The modules whose calls are split if units are as coarse as is worth a look.
         need_bytes: The lowest need.
     """
 
@@ -48,12 +49,12 @@ class Unit:
 
     Attributes:
         calls: Indices into the trace.
-        keys: For each call its module's name and how often that was called before in the same scope.
+        keys: For each call its module's name and the number of earlier calls of it in the same scope.
         scope: The call of a root that opens the scope it is called in, as an index into the trace.
         inputs: Storages of its inputs that are neither parameters nor buffers nor made inside.
-        links: Those of them that a region which contains the previous units can recompute: outputs of an earlier unit,
-            by identity and version, as (storage, unit).
-        differentiable: Those of its inputs that require grad, and so are leaves of the graph of a recompute.
+        links: The inputs that a region with the previous units in it can recompute: outputs of an earlier unit, by
+            identity and version, as (storage, unit).
+        differentiable: Its inputs that require grad, and so are leaves of the graph of a recompute.
         outputs: Storages of its outputs.
         carried: Storages in objects among its arguments, which a region around it keeps alive.
     """
@@ -81,10 +82,10 @@ class Units:
         trace: The trace.
         roots: The calls that the units were found in.
         units: In the order of the calls.
-        others: Calls between the units that can be no units, with their keys: whoever counts calls has to count them.
-        opened: Calls that were taken apart, with their keys; to be counted as well.
-        unlike: The modules that are none since their recompute would not be their forward, with the reasons.
-        grain: How far calls were taken apart, and would be if units were split.
+        others: Calls between the units that cannot be units, with their keys: code that counts calls has to count them.
+        opened: Calls that were split, with their keys; code that counts calls has to count them too.
+        unlike: The modules that are no units since their recompute would not repeat their forward, with the reasons.
+        grain: How far calls were split, and how far they would be if units were split.
     """
 
     trace: Trace
@@ -97,7 +98,7 @@ class Units:
 
     @cached_property
     def rows(self) -> tuple[range, ...]:
-        """The units that one scope sees one after the other: no region spans two of these rows."""
+        """The consecutive units that one scope sees: no region spans two of these rows."""
         rows: list[range] = []
         for _, group in groupby(range(len(self.units)), key=lambda unit: self.units[unit].scope):
             first, *others = group
@@ -113,9 +114,9 @@ class Units:
         return self.trace.calls[self.units[unit].calls[-1]].left
 
     def external(self, first: int) -> list[list[int]]:
-        """Return what a region that begins with a unit begins to hold at it, and at each unit after it in its row.
+        """Return the storages that a region from unit `first` begins to hold at it, and at each later unit of its row.
 
-        What it holds at a unit is the same wherever it ends, so this is worked out once for many trees.
+        These storages do not depend on where the region ends, so they are computed once for many trees.
         """
         found = self._external.get(first)
         if found is None:
@@ -145,16 +146,16 @@ class Units:
         return sum(call.flops for call in calls[: saving[-1]]) + calls[saving[-1]].flops_saved
 
     def saved(self, unit: int) -> list[int]:
-        """Return the storages of everything that is saved in a unit, in order, parameters included."""
+        """Return the storages of all saves in a unit, in order, parameters included."""
         return [one.storage for one in self.saves_in(unit)]
 
     def saves_in(self, unit: int) -> list[SavedStorage]:
-        """Return everything that is saved in a unit, in order."""
+        """Return all saves in a unit, in order."""
         calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
         return sorted((one for call in calls for one in self.trace.calls[call].saved), key=lambda one: one.time)
 
     def dropped(self, unit: int) -> frozenset[int]:
-        """Return what of it has lost its graph when the unit has ended, by its place in order."""
+        """Return the saves whose graphs are freed when the unit has ended, by their place in order."""
         end, saves = self.left(unit), enumerate(self.saves_in(unit))
         return frozenset(place for place, one in saves if one.dropped is not None and one.dropped < end)
 
@@ -165,9 +166,9 @@ class Units:
         return max((time for time in until if time >= end), default=-1)
 
     def signature(self, unit: int) -> tuple[object, ...]:
-        """Return what units of equal cost have in common, which save alike: calls, operators, flops, saved bytes.
+        """Return the key shared by units of equal cost and equal saves: calls, operators, flops, saved bytes.
 
-        Types and shapes alone do not tell: blocks of one type may have other activations, or frozen weights.
+        Types and shapes alone do not suffice: blocks of one type may have other activations, or frozen weights.
         """
         trace = self.trace
         calls = [trace.calls[call] for call in self.units[unit].calls]
@@ -178,7 +179,7 @@ class Units:
         return tuple((call.signature, call.flops) for call in calls), names, tuple(saved)
 
     def outlives(self, storage: int, unit: int) -> bool:
-        """Return whether a storage that nothing but Python code holds is alive after a unit has ended."""
+        """Return whether a storage that only Python code holds is alive after a unit has ended."""
         return storage >= 0 and self.trace.died.get(storage, self.trace.end) > self.left(unit)
 
     def saves(self, call: int) -> bool:
@@ -191,12 +192,12 @@ def linked(trace: Trace, roots: Sequence[int], chosen: Sequence[int], unlike: Ma
 
     Args:
         trace: The forward.
-        roots: The calls that they lie in, or are.
-        chosen: The calls, in order; none lies in another one.
-        unlike: Modules whose recompute would not be their forward, by name, with the reasons; see `repeating`.
+        roots: The calls that contain them, or are them.
+        chosen: The calls, in order; none is inside another.
+        unlike: Modules whose recompute would not repeat their forward, by name, with the reasons; see `replayability`.
 
     Raises:
-        StepError: None of them could be recomputed.
+        StepError: None of them can be recomputed.
     """
     return _Linker(trace, roots, chosen, unlike).units()
 
@@ -210,7 +211,7 @@ def not_called(units: Units, unit: int) -> StepError:
 
 
 class _Linker:
-    """Makes units of the chosen calls: glues those that mutate, links the rest."""
+    """Makes units of the chosen calls: merges those that mutate, links the rest."""
 
     def __init__(self, trace: Trace, roots: Sequence[int], chosen: Sequence[int], unlike: Mapping[str, str]) -> None:
         self.trace = trace
@@ -227,7 +228,7 @@ class _Linker:
         for index in self.chosen:
             call, scope = self.trace.calls[index], self.scope(index)
             if call.is_overwritten or call.is_transforming or call.name in self.unlike:
-                continue  # it stays code between the units, as do the calls below
+                continue  # it stays code between the units, like the calls below
             if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
                 continue
@@ -260,12 +261,12 @@ class _Linker:
         )
 
     def produces(self, group: list[int], call: TracedCall) -> bool:
-        """Whether all that `call` writes to is an output of the last calls, unchanged since."""
+        """Whether `call` writes only to outputs of the last calls, unchanged since."""
         outputs = {(seen.identity, seen.version) for index in group for seen in self.trace.calls[index].outputs}
         return all((call.inputs[place].identity, call.inputs[place].version) in outputs for place in call.mutated)
 
     def is_written_later(self, index: int, call: TracedCall) -> bool:
-        """Whether a later call writes to an input of this one: whoever holds it then would find it changed."""
+        """Whether a later call writes to an input of this one: a holder of that input would find it changed."""
         versions = {seen.identity: seen.version for seen in call.inputs}
         return any(
             later.inputs[place].identity in versions
@@ -282,7 +283,7 @@ class _Linker:
         return index if outer is None else outer
 
     def counted(self) -> Iterator[tuple[int, int]]:
-        """Yield the chosen calls and those around them that were taken apart, in the order of entry, with scopes."""
+        """Yield the chosen calls and the split calls around them, in the order of entry, with scopes."""
         seen: set[int] = set()
         for index in self.chosen:
             around, scope = [index], self.scope(index)
@@ -304,8 +305,8 @@ class _Linker:
         return keys
 
     def row(self, numbers: Iterable[int], keys: dict[int, tuple[str, int]]) -> Iterator[Unit]:
-        """Yield the units of groups that one scope sees one after the other."""
-        made: dict[tuple[int, int], int] = {}  # by identity and version, the last unit whose output it is
+        """Yield the units of consecutive groups that one scope sees."""
+        made: dict[tuple[int, int], int] = {}  # by identity and version, the last unit with it as an output
         for number in numbers:
             yield self.unit(number, keys, made)
             calls = (self.trace.calls[index] for index in self.groups[number])

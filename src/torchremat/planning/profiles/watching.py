@@ -1,6 +1,6 @@
-"""The step in which every unit is a region, watched: what each unit's region did when, and what was saved in it.
+"""The watched step in which every unit is a region: the events of each unit's region, and the saves in it.
 
-The observer only notes; `profiling` reads the numbers out of the allocator's events afterwards.
+The observer only takes notes; `profiling` reads the numbers out of the allocator's events afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnitSave:
 
 @dataclass
 class WatchedUnit:
-    """What is noted of one unit while the step runs."""
+    """The notes about one unit while the step runs."""
 
     looks: int = -1
     begins: int = -1
@@ -46,14 +46,14 @@ class WatchedUnit:
     ends: int = -1
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
-    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
+    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address is reused
     boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
     saves: list[UnitSave] = field(default_factory=list[UnitSave])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
-    parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # the same with all of a wrapper
+    parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # the same with all parts of a wrapper
     saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
     slots: list[ReferenceType[Slot]] = field(default_factory=list[ReferenceType[Slot]])
-    dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs went, by place
+    dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
     recompute: int = -1
     recomputed: int = -1
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
@@ -66,7 +66,7 @@ class WatchedUnit:
 
     @property
     def last_save(self) -> int:
-        """The mark of the last save that has a graph then; -1 if none has."""
+        """The mark of the last save that has a graph at the unit's end; -1 if none has."""
         return max((mark for place, mark in enumerate(self.saves_at) if not self.is_dropped(place)), default=-1)
 
 
@@ -87,7 +87,7 @@ class UnitObserver(Observer):
         return self.unit_by_region[region]
 
     def next_unit(self, label: object) -> int | None:
-        """Return the unit of a region that begins now; units of equal keys, one per call of the root, come in order."""
+        """Return the unit of a region that begins now; units of equal keys, one per call of the root, run in order."""
         if isinstance(label, RegionPlace):
             if label.first != label.last:
                 return None
@@ -142,7 +142,7 @@ class Watcher(UnitObserver):
             own.looks, own.begins = self.since, begins
 
     def released(self, unit: int) -> None:
-        """Note that the region of a unit is gone, and all that it held."""
+        """Record that the region of a unit is freed, and all that it held."""
         if self.watched[unit].released < 0:
             self.watched[unit].released = self.mark("released")
 
@@ -169,7 +169,7 @@ class Watcher(UnitObserver):
             own.saves.append(UnitSave(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
 
     def dropped(self, own: WatchedUnit, place: int) -> None:
-        """Note that a save has lost its graph; in backward that is what happens to all."""
+        """Record that the graph of a save is freed; in backward this happens to all saves."""
         if own.recompute < 0:
             own.dropped_at[place] = self.mark("dropped")
 
@@ -217,7 +217,7 @@ class Watcher(UnitObserver):
 
 
 def _memories(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage | None]:
-    """Yield the memories of tensors as the trace has them among inputs and outputs."""
+    """Yield the storages of tensors as the trace has them among inputs and outputs."""
     for tensor in tensors:
         yield from memories_of(tensor) or [None]
 
@@ -227,7 +227,7 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
 
     Args:
         units: The units.
-        pieces: If given, the regions lie in so many outer ones, so that the step needs still less memory.
+        pieces: If given, the regions are inside this many outer ones, so that the step needs still less memory.
     """
     singles = [RegionNode((KeepNode(i),)) for i in range(len(units.units))]
     if pieces is None:
@@ -242,9 +242,9 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
 
 
 def halves(units: Units) -> Tree:
-    """Return the tree in which every unit is a region, and around it are as many more as it can be halved into.
+    """Return the tree in which every unit is a region, inside nested regions around the halves of the units.
 
-    Of the others it holds the inputs of few: as many as there are halves around one unit.
+    The step holds the inputs of few other units: as many as there are halves around one unit.
     """
     tree: list[KeepNode | RegionNode] = []
     for row in units.rows:

@@ -3,15 +3,15 @@
 chains.py            a profile as a chain of scalars
 flows.py             the operators of a step or unit as a dataflow
 replays.py           the bytes of a region that holds some operators' outputs
-partial_backward.py  the bytes of its backward, in the midst of which it recomputes
-options.py           ways of keeping a unit between all and nothing
-granularity.py       units taken apart into the calls that they make
-candidates.py        a tree that was judged
+partial_backward.py  the bytes of its backward, in the middle of which it recomputes
+options.py           ways of keeping a part of a unit
+granularity.py       units split into the calls inside them
+candidates.py        a tree with its prediction
 storing.py           which kept units go to a store, and when
-loosening.py         what may stand in the place of a node, to recompute less
-peak_bounds.py       the moments that decide whether a change fits
-search_budget.py     how long it may take, and how far it is
-progress.py          what is told of that
+loosening.py         replacements for a node that recompute less
+peak_bounds.py       lower bounds on the peak of a changed tree
+search_budget.py     the time limit of the search, and its progress
+progress.py          the progress that an observer is given
 solving.py           the search
-microbatches.py      the trees for a part of a model that holds several microbatches, and what one of them needs
+microbatches.py      the trees for a part of a model that holds several microbatches, and the bytes of one
 """

@@ -1,4 +1,4 @@
-"""A tree that was judged: what it needs, and what it costs."""
+"""A tree that was judged: its peak and its cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchremat.schedules.chain import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
+    """A tree over the units of a profile, with its prediction; `cost` is in the unit of the planner's cost.
 
     `offloads` are the kept units whose saved tensors go to a store.
     """

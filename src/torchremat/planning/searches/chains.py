@@ -1,7 +1,7 @@
 """A profile as a chain of scalars, for the solvers.
 
-Scalars lose what storages know (shared inputs, skips, lifetimes), so a tree that comes back is judged by the exact
-interpreter, never by the chain.
+Scalars lose the facts that depend on storages (shared inputs, skips, live ranges), so the exact interpreter judges each
+tree that a solver returns, never the chain.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torchremat.schedules.chain import Chain, Option, Stage
 Cost = Literal["seconds", "flops"]
 
 
-# A plan for flops tells plans of equally many apart by the seconds that they would take on a device of no name, so that
-# it is the same everywhere: those of a forward weigh as much as this share of its flops.
+# A search for flops breaks ties by the seconds that plans would take on a generic device, so the plan is the same
+# everywhere: the seconds of a forward weigh as much as this share of its flops.
 _SECONDS_SHARE = 1e-3
 
 
 def check_cost(cost: object) -> None:
-    """Raise an UnsupportedError where a cost is none."""
+    """Raise an UnsupportedError if a cost is not valid."""
     if cost not in get_args(Cost):
         raise UnsupportedError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
 
 
 def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, flops: float) -> float:
-    """Return what is minimised: seconds, or flops with a little of the nominal seconds."""
+    """Return the quantity to minimise: seconds, or flops with a small weight of the nominal seconds."""
     if cost == "seconds":
         return seconds
     return flops + nominal_s * _SECONDS_SHARE * profile.units.trace.flops / max(profile.nominal_forward_s, 1e-9)
@@ -52,11 +52,11 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     links = dict(own.links)
     nominal_s, nominal_truncated_s = profile.nominal_s[unit]
     options = profile.options[unit] if profile.options else ()
-    # What lives to the end whatever the plan is costs nothing to hold.
+    # A storage that lives to the end whatever the plan is costs nothing to hold.
     counting = [storage for storage in own.inputs if storage in trace.died]
     linked = {storage for storage in counting if links.get(storage) == unit - 1}
     external = set(counting) - linked - seen
-    # A storage that several units take is paid by the first that may hold it.
+    # A storage that several units take is charged to the first that may hold it.
     seen |= external
     own_saves = size.saved - set(own.inputs)
     default = Option(
@@ -91,7 +91,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
 
 
 def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost: Cost) -> Option:
-    """Return an option as scalars: a region of one unit, which holds its inputs and some of what the unit makes."""
+    """Return an option as scalars: a region of one unit that holds its inputs and some tensors that the unit makes."""
     trace, size = profile.units.trace, profile.sizes[unit]
     saved_bytes = one.kept_bytes + sum(trace.storage_bytes[s] for s in one.kept if s in trace.died)
     recomputed_bytes = max(0, default.saved_bytes - saved_bytes)
@@ -112,7 +112,7 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
 
 
 def _released_peak(profile: Profile, unit: int) -> int:
-    """Return the highest bytes in the code between a unit and the one before, when the unit's own are gone."""
+    """Return the peak of the code between a unit and the previous one, when the unit's own tensors are freed."""
     during, after = (ProgramPoint.BACKWARD, unit), (ProgramPoint.RELEASED, unit)
     if during not in profile.after_bytes:
         return 0

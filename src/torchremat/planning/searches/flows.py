@@ -1,14 +1,14 @@
-"""What a step's forward does as a dataflow: all of it, or one unit.
+"""The operators of a step's forward as a dataflow: all of it, or one unit.
 
     value                               needed          holdable
-    parameter, leaf that requires grad  as it is        yes, it is there anyway
+    parameter, leaf that requires grad  as it is        yes, it exists anyway
     input of the unit                   as it is        yes, a region holds it
     other tensor from outside           as it is        no: no region can hand it back
     made by an operator                 as it is        unless it is written to later
-    output of the unit                  as it is        yes, at 0 bytes: whoever takes it next holds it
+    output of the unit                  as it is        yes, at 0 bytes: its next consumer holds it
 
 Seconds come from operators that ran once each, so operators of one signature share their median, and all of them are
-scaled to what the units took when nothing watched them.
+scaled to the seconds of the units measured without watching.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchremat.schedules.dataflow import Dataflow, Operator, Value
 def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
     """Return the operators of a forward as a dataflow.
 
-    Values are numbered as in `profile.units.trace.operators`, if it is that of the whole step.
+    Values are numbered as in `profile.units.trace.operators`, if the dataflow is that of the whole forward.
 
     Args:
-        profile: Of the step.
+        profile: Profile of the step.
         cost: The unit of the costs. Code that dynamo has compiled has infinite costs.
-        unit: The unit whose operators are wanted; None for all of the forward, code between the units included.
+        unit: The unit whose operators to return; None for the whole forward, including code between the units.
     """
     log = profile.units.trace.operators
     operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
@@ -56,7 +56,7 @@ def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
 
 
 def operators_of(profile: Profile, unit: int) -> range:
-    """Return the operators of a unit, those of code between its calls included."""
+    """Return the operators of a unit, including those of code between its calls."""
     calls = profile.units.units[unit].calls
     trace = profile.units.trace
     return range(trace.calls[calls[0]].operators.start, trace.calls[calls[-1]].operators.stop)
@@ -75,7 +75,7 @@ def saves_of(profile: Profile, unit: int) -> list[int] | None:
     place = {value: index for index, value in enumerate(values_of(profile, unit))}
     inside = _calls_of(profile, unit)
     if any(save.others for save in profile.units.saves_in(unit)):
-        return None  # one save is several values
+        return None  # one save consists of several values
     saves = [place[save.value] for save in profile.units.trace.operators.saves if save.call in inside]
     return saves if len(saves) == len(profile.units.saved(unit)) else None
 
@@ -110,7 +110,7 @@ def _values(
 
 
 def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[float]:
-    """Return what each operator costs; see `flow_of`."""
+    """Return the cost of each operator; see `flow_of`."""
     log = profile.units.trace.operators
     operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
     if cost == "flops":
@@ -123,7 +123,7 @@ def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[floa
 
 
 def seconds_of(profile: Profile) -> list[float]:
-    """Return the seconds of each operator, scaled to what was measured of its unit, and of the forward elsewhere."""
+    """Return the seconds of each operator, scaled to the measured time of its unit, or of the forward elsewhere."""
     pooled = pooled_seconds(profile.units.trace.operators.runs)
     factor = profile.forward_seconds / max(sum(pooled), 1e-12)
     found = [seconds * factor for seconds in pooled]
@@ -136,7 +136,7 @@ def seconds_of(profile: Profile) -> list[float]:
 
 
 def pooled_seconds(runs: list[Run]) -> list[float]:
-    """Return the seconds of each operator: the median of those that have its signature."""
+    """Return the seconds of each operator: the median over all operators with its signature."""
     pools: dict[tuple[object, ...], list[float]] = {}
     for run in runs:
         pools.setdefault(run.signature, []).append(run.seconds)

@@ -1,11 +1,11 @@
-"""Units taken apart into the calls that they make, some of them: a third choice beside keep and recompute.
+"""Some units split into the calls inside them: a third choice in addition to keep and recompute.
 
 Two watched steps are enough for every mixture. In the coarse one each unit is a region; in the fine one each call
-inside of the units that can be split is. What a unit's own code between those calls saves is no choice once the unit
-is split; see `inter_call`.
+inside a divisible unit is. The tensors that a unit's own code saves between those calls always stay once the unit is
+split; see `inter_call_saves`.
 
-    extra(moment of a whole unit)      = coarse extra + what the split units before it save in their own code
-    extra(moment of a call inside)     = fine extra - what the units before it that are not split would save in theirs
+    extra(point of a whole unit)       = coarse extra + what the split units before it save in their own code
+    extra(point of a call inside)      = fine extra - what the units before it that are not split would save in theirs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNIT_MOMENTS = (ProgramPoint.FORWARD, ProgramPoint.LEFT, *_BACKWARD_MOMENTS)
 
 
 def divisible(pair: ProfilePair) -> frozenset[int]:
-    """Return the calls of coarse units that can be split: those of which the fine profile has all parts."""
+    """Return the calls of coarse units that can be split: the fine profile has all parts of each."""
     if pair.leaves is None:
         return frozenset()
     trace = pair.blocks.units.trace
@@ -45,7 +45,7 @@ def divisible(pair: ProfilePair) -> frozenset[int]:
 
 
 def units_of(pair: ProfilePair, split: frozenset[int]) -> Units | None:
-    """Return the units that there are if some calls are split; None if the profiles have not seen all of them.
+    """Return the units that result if some calls are split; None if the profiles have not seen all of them.
 
     Args:
         pair: The profiles.
@@ -64,9 +64,9 @@ def mixed(pair: ProfilePair, split: frozenset[int], *, stays: bool = False) -> P
     """Return the profile in which the units of some calls are split.
 
     Args:
-        pair: The profiles that it is made of.
-        split: Calls among `divisible(pair)` of which `units_of` has the units.
-        stays: Whether they are of a backward in two parts, in whose first one the graph stays.
+        pair: The profiles to mix.
+        split: Calls among `divisible(pair)` for which `units_of` returns units.
+        stays: Whether the profiles are of a backward in two parts; the graph stays in the first part.
     """
     pair = aligned(pair, stays=stays) if split else pair
     if not split or pair.leaves is None:
@@ -75,11 +75,11 @@ def mixed(pair: ProfilePair, split: frozenset[int], *, stays: bool = False) -> P
 
 
 def aligned(pair: ProfilePair, *, stays: bool = False) -> ProfilePair:
-    """Return grains of which any number of mixtures can be made without making the same beginning for each."""
+    """Return a pair of profiles with the common work of all mixtures done once."""
     if pair.leaves is None:
         return pair
-    # What is a boundary storage in one of the two has to be one in both, and in the mixture: else a variable that
-    # is alive for a while, or what a unit's own code saves, would count beside the plan here and in it there.
+    # A boundary storage of one profile must be one in both, and in the mixture: otherwise a variable that is alive for
+    # a while, or a tensor that a unit's own code saves, would count outside the plan in one and inside it in the other.
     boundary = pair.blocks.lifetimes.boundary | pair.leaves.lifetimes.boundary
     kind = PartsSimulator if stays else MemorySimulator
     return ProfilePair(
@@ -88,7 +88,7 @@ def aligned(pair: ProfilePair, *, stays: bool = False) -> ProfilePair:
 
 
 def _with_boundary(profile: Profile, boundary: set[int], kind: type[MemorySimulator]) -> Profile:
-    """Return the profile with more boundary storages, which are then no longer in what is live beside the plan."""
+    """Return the profile with more boundary storages, which no longer count as live outside the plan."""
     if profile.lifetimes.boundary == boundary:
         return profile
     lifetimes = Lifetimes(profile.units, profile.sizes, boundary)
@@ -114,7 +114,7 @@ class _Mixture:
         self.fine_index = {unit.calls: index for index, unit in enumerate(leaves.units.units)}
         trace = blocks.units.trace
         inside = {inner: call for call in split for inner in trace.descendants(call)}
-        # For each unit of the mixture: its profile, its index there, and the coarse unit that it is or lies in.
+        # For each unit of the mixture: its profile, its index there, and the coarse unit that it is or belongs to.
         self.origin: list[tuple[Profile, int, int]] = []
         for unit in self.units.units:
             whole = inside.get(unit.calls[0])
@@ -137,7 +137,7 @@ class _Mixture:
         return [i for i, unit in enumerate(self.leaves.units.units) if unit.calls[0] in inside]
 
     def _saved_before(self, unit: int, *, whole: bool) -> int:
-        """What own code has saved when a coarse unit begins, over what the profile of its moments says."""
+        """Bytes that own code has saved when a coarse unit begins, beyond those in the profile of its points."""
         within = sum(size for i, size in enumerate(self.inter_call.within[:unit]) if (i in self.split) is whole)
         counted = sum(self.counted[: unit + 1])
         return within + counted if whole else counted - sum(self.inter_call.between[: unit + 1]) - within
@@ -157,7 +157,7 @@ class _Mixture:
             len(self.inter_call.within), whole=True
         )
         after[ProgramPoint.END, 0] = self.origin[order[0] if order else 0][0].after_bytes[ProgramPoint.END, 0]
-        # What runs between two units belongs to a split one if either is: its own code before and after the calls
+        # Code between two units belongs to a split unit if either is split: its own code before and after the calls
         # inside.
         for point, fine_unit, neighbours in (
             (ProgramPoint.LEFT, self.last, pairwise(range(len(self.origin)))),
@@ -187,7 +187,7 @@ class _Mixture:
         )
 
     def _order(self) -> list[int]:
-        """Units of the mixture in the order of backward: the coarse step's, inside a split unit the fine one's."""
+        """Units of the mixture in the order of backward: the coarse step's, and inside a split unit the fine step's."""
         rank = {unit: place for place, unit in enumerate(self.blocks.order)}
         inner = {unit: place for place, unit in enumerate(self.leaves.order)}
         ranked: list[tuple[int, int, int]] = []

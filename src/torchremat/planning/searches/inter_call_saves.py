@@ -1,11 +1,11 @@
-"""What units save in their own code, between the calls inside of them: it stays if they are split.
+"""Inter-call saves: tensors that a unit's own code saves between the calls inside it. They stay if it is split.
 
-Seen is what is live beside the plan, in the coarse watched step around each unit and in the fine one around each call
-inside. The difference grows by what own code saves, and between the last call inside of one unit and the first inside
-of the next that is the code of both. The trace tells which of them saves what.
+The profiles show the bytes live outside the plan, in the coarse watched step around each unit and in the fine one
+around each call inside. The difference grows by the inter-call saves. Between the last call inside one unit and the
+first call inside the next, these are saves of both units' code. The trace tells which unit saves which tensor.
 
-Variables of own code are live beside the plan too, but only until it returns. The trace keeps nothing that is saved:
-what is live in it are variables.
+Variables of own code are live outside the plan too, but only until it returns. The trace keeps no saved tensors: all
+live tensors in it are variables.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torchremat.planning.simulator.simulator import MemorySimulator
 
 @dataclass(frozen=True, kw_only=True)
 class InterCallSaves:
-    """Bytes saved by own code, beside boundary storages; of a unit that the fine profile has whole there are none.
+    """Bytes saved by own code, without boundary storages; 0 for a unit that is whole in the fine profile.
 
     Attributes:
-        within: By each coarse unit, between the first call inside and the last.
-        between: Before the first call inside of each, and since the last call inside of the one before; one more for
-            what comes after all of them.
-        first: Those of them that the unit itself saves, by the trace.
-        last: Those that the one before it does.
+        within: By coarse unit, the bytes saved between the first call inside and the last.
+        between: The bytes saved before the first call inside each unit, since the last call inside the previous unit;
+            one more entry for the code after all units.
+        first: The part of `between` that the unit itself saves, by the trace.
+        last: The part of `between` that the previous unit saves, by the trace.
     """
 
     within: Sequence[int]
@@ -41,10 +41,11 @@ class InterCallSaves:
     last: Sequence[int]
 
     def counted(self, split: set[int]) -> list[int]:
-        """Return what of `between` is saved by units that are split.
+        """Return the part of `between` that split units save.
 
         Args:
-            split: These units. Of the code of two, of which one is split, it gets what the trace does not know of.
+            split: The split units. Where the code belongs to two units and one is split, saves unknown to the trace
+                count for the split unit.
         """
         found: list[int] = []
         for unit, (size, first, last) in enumerate(zip(self.between, self.first, self.last, strict=True)):
@@ -61,11 +62,11 @@ class InterCallSaves:
 
 
 def glue_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple[int, int]]) -> InterCallSaves:
-    """Return what own code saves.
+    """Return the inter-call saves.
 
     Args:
         blocks: The profile in which each unit is a region.
-        leaves: The one in which each call inside is, with the same boundary storages.
+        leaves: The profile in which each call inside is a region, with the same boundary storages.
         inside: For each coarse unit the first and the last unit of the fine profile that it is or contains.
     """
     saves = _Saves(blocks, leaves)
@@ -90,12 +91,12 @@ def glue_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple[int, int]])
 
 
 def _more(blocks: Profile, leaves: Profile, point: ProgramPoint, unit: int, place: int) -> int:
-    """How much more is live beside the plan at a fine unit than at the coarse one that it lies in."""
+    """Bytes live outside the plan at a fine unit, minus those at the coarse unit that it belongs to."""
     return leaves.extra_bytes[point, place] - blocks.extra_bytes[point, unit]
 
 
 def _held_after(profile: Profile) -> list[frozenset[int]]:
-    """For each unit what is held when it has returned, each being a region, though by the trace it is gone."""
+    """For each unit, the storages held when it has returned, as a region, that are freed by then in the trace."""
     units, lasting = profile.units, profile.units.trace.lasting
     simulator = MemorySimulator(units, profile.sizes, profile.order, profile.lifetimes, every_unit(units))
     return [lasting & simulator.held.keys() for state in simulator.forward() if state.key[0] is ProgramPoint.LEFT]
@@ -106,7 +107,7 @@ def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]
 
 
 class _Saves:
-    """The storages that own code saves in a trace, each when it does for the first time."""
+    """The storages that own code saves in a trace, each at its first save."""
 
     def __init__(self, blocks: Profile, leaves: Profile) -> None:
         self.trace = trace = blocks.units.trace
@@ -120,7 +121,7 @@ class _Saves:
                     time_of.setdefault(storage, one.time)
         self.times = list(time_of.values())
         self.bytes = [0, *accumulate(trace.storage_bytes[storage] for storage in time_of)]
-        # What is live in the trace by time, of storages that the plan counts, and of these.
+        # Live bytes in the trace by time: of storages that the plan counts, and of these inter-call saves.
         change = np.zeros(trace.end + 2, np.int64)
         begins = {storage: trace.born[storage] for storage in boundary}
         begins.update((storage, time + 1) for storage, time in time_of.items())
@@ -129,7 +130,7 @@ class _Saves:
             if begin < end:
                 change[[begin, end]] += (trace.storage_bytes[storage], -trace.storage_bytes[storage])
         self.counted = np.cumsum(change)
-        # By the time at which a call returned: what is gone by the trace, and is there at the call's last mark.
+        # By the time at which a call returned: storages freed by the trace, and still live at the call's last mark.
         self.lasting: dict[int, list[int]] = {}
         for storage in begins.keys() & trace.lasting:
             if begins[storage] <= trace.died[storage]:
@@ -140,17 +141,17 @@ class _Saves:
         return self.bytes[bisect_left(self.times, end)] - self.bytes[bisect_left(self.times, begin)]
 
     def variables_before(self, call: int) -> int:
-        """Return the bytes live when a call begins of which the plan does not know, up to a constant."""
+        """Return the bytes, unknown to the plan, that are live when a call begins, up to a constant."""
         own, allocations = self.trace.calls[call], self.trace.allocations
         return 0 if allocations is None else allocations.live_bytes_at(own.begins) - int(self.counted[own.entered])
 
     def variables_after(self, call: int, held: Container[int]) -> int:
-        """Return the same when it ends, and storages are held."""
+        """Return the same when the call ends, with `held` storages held."""
         own, allocations = self.trace.calls[call], self.trace.allocations
         if allocations is None:
             return 0
-        # What a call was given is still there at its last mark, though nobody else may have it, and so are variables
-        # of the code around it that go with its return. The plan counts those of them that are held by then.
+        # The arguments of a call are still live at its last mark, even if nothing else references them, and so are
+        # variables of the surrounding code that die with its return. The plan counts those that are held by then.
         lasting = (one for one in self.lasting.get(own.left, ()) if one in held or one not in self.boundary)
         counted = int(self.counted[own.left]) + sum(self.trace.storage_bytes[one] for one in lasting)
         return allocations.live_bytes_at(own.ends) - counted

@@ -1,4 +1,4 @@
-"""The next steps from a tree towards one that recomputes less: what may stand in the place of one of its nodes."""
+"""The next steps from a tree towards one that recomputes less: replacements for one of its nodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 
 def loosened(node: KeepNode | RegionNode, costs: list[list[float]]) -> Iterator[Tree]:
-    """Yield what costs less than a node and keeps a little more, to stand in its place.
+    """Yield replacements for a node that cost less and keep a little more.
 
-    A region is dissolved, or loses its first or last child; what is kept is kept as another of its options.
+    A region is dissolved, or loses its first or last child; a kept unit is kept by another of its options.
     """
     if isinstance(node, KeepNode):
         own = costs[node.stage]

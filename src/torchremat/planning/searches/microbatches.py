@@ -1,13 +1,13 @@
-"""A part of a model that holds several microbatches at a time: what one of them needs, and the trees worth choosing.
+"""A part of a model that holds several microbatches at a time: the bytes of one, and the trees worth choosing.
 
-While one microbatch runs, each of the others that the part holds has what it keeps from its forward to its backward.
-So a tree has three sizes instead of one peak:
+While one microbatch runs, each other microbatch of the part holds the bytes that it keeps from its forward to its
+backward. So a tree has three sizes instead of one peak:
 
-    live  =  (microbatches held beside) x kept  +  peak of the forward or the backward that runs
+    live  =  (other microbatches held) x kept  +  peak of the forward or the backward that runs
 
-The tree that is best for one microbatch is not for many: what is kept costs as often as there are microbatches, what a
-recompute needs costs once. In a chain that is a tail. Raised by T bytes, a limit M for the peak is one of M - T for
-what is kept, so chains with tails of several heights have the trees for few microbatches, and for many.
+The best tree for one microbatch is not the best for many: kept bytes count once for each microbatch, the peak of a
+recompute counts once. In a chain that is a tail. Raised by T bytes, a limit M for the peak is a limit of M - T for the
+kept bytes, so chains with tails of several heights have the trees for few microbatches, and for many.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from torchremat.planning.simulator.parts import PartsPrediction
 from torchremat.planning.simulator.prediction import walk_of
 from torchremat.schedules.persistent import Persistent
 
-# Tails, as shares of the plain peak, and how many trees are taken of each chain.
+# Tails, as shares of the plain peak, and the number of trees taken from each chain.
 _TAILS = (0.125, 0.25, 0.5, 1.0)
 _TREES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one microbatch needs under a tree; bytes over what lies there before it, its input included.
+    """Bytes and cost of one microbatch under a tree; bytes are over those live before it, which include its input.
 
     Attributes:
         candidate: The tree.
-        kept_bytes: From the end of its forward to the beginning of its backward.
-        forward_bytes: Highest during its forward.
-        backward_bytes: Highest during its backward.
-        ahead_bytes: If it may be recomputed before its gradient comes: highest meanwhile. The peaks of its backward
-            count then that all of it is there.
-        sums: What other microbatches of the same backward make of it.
-        input_bytes: If its backward has two parts: highest during the first, for inputs.
-        between_bytes: And from there to the beginning of the second, for weights.
-        weight_bytes: And highest during the second.
-        cost: Of its recomputes, in the unit that is planned for.
+        kept_bytes: Live bytes from the end of its forward to the beginning of its backward.
+        forward_bytes: Peak of its forward.
+        backward_bytes: Peak of its backward.
+        ahead_bytes: If it may be recomputed before its gradient arrives: the peak of that. The peaks of its backward
+            then assume that everything is recomputed.
+        sums: The peaks with other microbatches in the same backward.
+        input_bytes: If its backward has two parts: the peak of the first, for inputs.
+        between_bytes: Likewise, the live bytes from there to the beginning of the second part, for weights.
+        weight_bytes: Likewise, the peak of the second part.
+        cost: Cost of its recomputes, in the unit of the planner's cost.
     """
 
     candidate: Candidate
@@ -62,15 +62,16 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class SumsPrediction:
-    """The peak of the backward of a microbatch that is one of several in one backward.
+    """The backward peaks of a microbatch that shares one backward with others.
 
-    One backward runs them all, and autograd adds up the gradients of a weight before it adds them to what is there. So
-    from the first to the last there are sums, and peaks are over what is there before with all of them.
+    One backward runs them all, and autograd sums the gradients of a weight before it adds them to the existing
+    gradient. So sums exist from the first microbatch to the last, and peaks are over the live bytes before, with all
+    sums.
 
     Attributes:
-        first_bytes: Of the one that comes first: what it makes stays. Before it there are none.
-        second_bytes: Of the next one: it may add out of place.
-        last_bytes: Of the one that comes last: each sum goes when it has been added to.
+        first_bytes: Peak of the first microbatch: the gradients that it makes stay. No sums exist before it.
+        second_bytes: Peak of the second: it may add out of place.
+        last_bytes: Peak of the last: each sum is freed once it has been added to.
     """
 
     first_bytes: int = 0
@@ -79,7 +80,7 @@ class SumsPrediction:
 
 
 class SumsPredictor(Protocol):
-    """Predicts what a microbatch needs that is one of several in one backward, under a tree."""
+    """Predicts the peaks of a microbatch that shares one backward with others, under a tree."""
 
     def __call__(self, candidate: Candidate, /) -> SumsPrediction:
         """Return the peaks."""
@@ -87,25 +88,25 @@ class SumsPredictor(Protocol):
 
 
 class PartsPredictor(Protocol):
-    """Predicts a backward in two parts under a tree, `ahead` of which all may have been recomputed."""
+    """Predicts a backward in two parts under a tree; `ahead`: all regions may have been recomputed before it."""
 
     def __call__(self, candidate: Candidate, /, *, ahead: bool) -> PartsPrediction:
-        """Return what both parts need."""
+        """Return the bytes of both parts."""
         ...
 
 
 def shares(
     search: Search, parts: PartsPredictor | None = None, sums: SumsPredictor | None = None, *, ahead: bool = False
 ) -> tuple[Share, ...]:
-    """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
+    """Return the trees worth choosing for a part of a model, whatever its budget and number of microbatches.
 
-    Of two trees of which one is no better in anything, the other is left out. The first one keeps everything.
+    If one of two trees is no better in anything, it is dropped. The first tree keeps everything.
 
     Args:
-        search: For one microbatch.
-        parts: Predicts what a backward in two parts needs, if there are such.
-        sums: Predicts what a backward needs that is one of several, if there are such.
-        ahead: Whether microbatches may be recomputed before their gradient comes.
+        search: The search for one microbatch.
+        parts: Predicts a backward in two parts, if the schedule has such.
+        sums: Predicts a backward shared by several microbatches, if the schedule has such.
+        ahead: Whether microbatches may be recomputed before their gradient arrives.
     """
     found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
     found.pop(id(search.plain), None)

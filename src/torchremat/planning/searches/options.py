@@ -1,14 +1,14 @@
-"""Ways of keeping a unit between all and nothing: a region of its own that holds some operators' outputs.
+"""Ways of keeping a part of a unit: a region of its own that holds the outputs of some operators.
 
     which operators      `schedules.closures`, for several numbers of bytes; alike units are solved once, and so are
-                         those that run the same on about as many bytes, as blocks do whose experts get other tokens
-    bytes                `replays`, from the allocator's events of the traced forward, and `parting`, from those of the
-                         watched backward
+                         those that run the same on about as many bytes, like blocks whose experts get other tokens
+    bytes                `replays`, from the allocator's events of the traced forward, and `partial_backward`, from
+                         those of the watched backward
     seconds              of the operators that run again, and of the executor, see `profiles.overheads`
 
-Units of several calls have no options, nor have units that leave tensors with somebody else (except for the casts that
-autocast keeps), nor compiled code, which would run eagerly under a policy. Outputs of casts are never held, since
-autocast makes them now in the forward and now in the recompute: see NOTE [ Casts in a recompute ].
+Units of several calls have no options, nor have units whose tensors something else also references (except for the
+casts that autocast keeps), nor compiled code, which would run eagerly under a policy. Outputs of casts are never held,
+since autocast makes them sometimes in the forward and sometimes in the recompute: see NOTE [ Casts in a recompute ].
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torchremat.schedules.dataflow import Dataflow, Value
 from torchremat.schedules.operator_selection import OperatorSelection, choices, evaluate, select
 
 _POINTS = 16
-# What is best for a unit is as good as best for one that runs the same operators, if bytes and costs differ by less.
+# The best selection for a unit is nearly the best for a unit with the same operators, if bytes and costs differ by
+# less.
 _ALIKE = 0.05
 _MOST_OPERATORS = 3000
 
@@ -44,12 +45,12 @@ Selections: TypeAlias = tuple[tuple[OperatorSelection, ...], ...]
 
 
 def options_of(profile: Profile, cost: Cost, search_budget: SearchBudget | None = None) -> Options:
-    """Return the options of each unit of a profile; none at all if no unit has any.
+    """Return the options of each unit of a profile; empty if no unit has any.
 
     Args:
-        profile: Of the step.
-        cost: What the options are to have little of.
-        search_budget: How long it may take; units after that have no options, unless they are alike earlier ones.
+        profile: Profile of the step.
+        cost: The cost that the options should minimise.
+        search_budget: The time limit; units after that have no options, unless they are alike earlier ones.
     """
     maker = _maker(profile, cost)
     if maker is None:
@@ -59,7 +60,7 @@ def options_of(profile: Profile, cost: Cost, search_budget: SearchBudget | None 
 
 
 def selections_of(profile: Profile, cost: Cost) -> Selections:
-    """Return which operators the options of each unit hold; none at all if no unit has any."""
+    """Return which operators the options of each unit hold; empty if no unit has any."""
     maker = _maker(profile, cost)
     if maker is None:
         return ()
@@ -69,7 +70,7 @@ def selections_of(profile: Profile, cost: Cost) -> Selections:
 def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost) -> list[Options]:
     """Return the options that hold the same operators in each of some profiles of one form.
 
-    Units whose operators, or what these read and save, are not the same in all of the profiles have none.
+    Units whose operators, or the tensors that these read and save, differ between the profiles have none.
     """
     makers = [_maker(profile, cost) for profile in profiles]
     found: list[list[tuple[OptionBytes, ...]]] = [[] for _ in profiles]
@@ -82,11 +83,11 @@ def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost
 
 
 def options_like(options: Options, profile: Profile) -> Options:
-    """Return the options that hold the same operators as some do, in a profile of the same step.
+    """Return the options that hold the same operators as given ones, in a profile of the same step.
 
     Args:
-        options: By unit, of another profile.
-        profile: What the bytes are read from.
+        options: Options of another profile, by unit.
+        profile: The profile to read the bytes from.
     """
     maker = _maker(profile, "flops") if options else None
     if maker is None:
@@ -130,9 +131,9 @@ class _Maker:
         return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
 
     def alike(self) -> Iterator[list[tuple[OperatorSelection, OptionBytes]]]:
-        """Yield what `options` does for each unit, of a call whose root runs again only what it has there as well.
+        """Yield the results of `options` for each unit, restricted to those that the unit has in all calls of its root.
 
-        One plan is made for all calls of a root, so an option that is held in one of them is held in all.
+        One plan serves all calls of a root, so an option that is used in one call is used in all.
         """
         units = self.profile.units.units
         found = [
@@ -147,7 +148,7 @@ class _Maker:
             yield [found[unit][one] for one in found[first] if all(one in found[other] for other in others)]
 
     def options(self, unit: int) -> Iterator[tuple[OperatorSelection, OptionBytes]]:
-        """Yield the options of a unit, most bytes first, with what each holds."""
+        """Yield the options of a unit, most bytes first, with the selection of each."""
         if unit not in self.having:
             return
         profile, costs = self.profile, self.profile.costs[unit]
@@ -155,13 +156,13 @@ class _Maker:
         whole = self.amount(costs.seconds_truncated, whole_s, costs.flops_truncated)
         for selection in self.selections(unit):
             option = self.option(unit, selection)
-            # Otherwise keeping all, or a plain region with its early stop, does the same without a policy.
+            # Otherwise keeping everything, or a plain region with its early stop, does the same without a policy.
             cheaper = self.amount(option.seconds, option.nominal_s, option.flops) < whole
             if cheaper and option.kept_bytes < profile.sizes[unit].inside_bytes:
                 yield selection, option
 
     def selections(self, unit: int) -> tuple[OperatorSelection, ...]:
-        """Return what of a unit may be held, in several ways."""
+        """Return the selections of operators of a unit that may be held."""
         flow = self.flow(unit)
         if flow not in self.solved:
             self.search_budget.tell("options")
@@ -185,7 +186,7 @@ class _Maker:
         return choices(flow, points=_POINTS, overhead=passing, most_bytes=most_bytes, most_seconds=left_s)
 
     def option(self, unit: int, selection: OperatorSelection) -> OptionBytes:
-        """Return what a unit needs if it holds some operators' outputs."""
+        """Return the bytes and time of a unit that holds some operators' outputs."""
         profile, log = self.profile, self.profile.units.trace.operators
         runs = self.runs(unit)
         seconds, nominal_s = self.run_seconds(unit), [nominal_seconds(log, run) for run in runs]
@@ -193,7 +194,7 @@ class _Maker:
         call = profile.units.trace.calls[profile.units.units[unit].calls[0]]
         outputs = set(profile.units.units[unit].outputs)
         window = call.begins, call.ends
-        # The states of generators lie on the host: what is held of an operator that has drawn has one with it.
+        # The states of generators are on the host: the held output of an operator that has drawn comes with one.
         state_bytes = profile.generator_bytes
         replay = SelectionReplay(
             log, runs, self.flow(unit), storages, selection, self.allocations, self.intervals, window, state_bytes
@@ -224,9 +225,9 @@ class _Maker:
         )
 
     def _seen(self, unit: int, asked: int) -> int:
-        """Return how many operators of a unit are seen if the policy is asked about the first ones that it counts.
+        """Return how many operators of a unit are seen if the policy is asked about the first `asked` that it counts.
 
-        After the last of them they are seen until something is saved.
+        After the last of these, operators are seen until something is saved.
         """
         runs = self.runs(unit)
         counted = [index for index, run in enumerate(runs) if run.traits.is_counted]
@@ -234,14 +235,14 @@ class _Maker:
         return min((position for position in saves if not asked or position > counted[asked - 1]), default=len(runs))
 
     def like(self, unit: int, option: OptionBytes) -> OptionBytes:
-        """Return what a unit needs if it holds the operators that an option holds."""
+        """Return the bytes and time of a unit that holds the same operators as an option."""
         runs = self.runs(unit)
         counted = (index for index, run in enumerate(runs) if run.traits.is_counted)
         held = (index for index in counted if _ordinal(runs, index) in option.ordinals)
         return self.option(unit, evaluate(self.flow(unit), held))
 
     def form(self, unit: int) -> Dataflow | None:
-        """Return the operators of a unit without what depends on shapes; None if it has no options."""
+        """Return the operators of a unit without the parts that depend on shapes; None if it has no options."""
         if unit not in self.having:
             return None
         return _form(self.flow(unit))
@@ -271,7 +272,7 @@ class _Maker:
         return [self.seconds[index] * factor for index in operators]
 
     def flow(self, unit: int) -> Dataflow:
-        """The operators of a unit, with what is minimised as costs, and casts that cannot be held."""
+        """The operators of a unit, with the minimised quantity as costs, and casts that cannot be held."""
         if unit not in self.flows:
             self.flows[unit] = self._flow(unit)
         return self.flows[unit]
@@ -297,12 +298,12 @@ class _Maker:
 
 
 def _ordinal(runs: list[Run], index: int) -> int:
-    """The number of an operator as the policy of a region counts: without casts and views."""
+    """The number of an operator as the policy of a region counts them: without casts and views."""
     return sum(run.traits.is_counted for run in runs[:index])
 
 
 def _form(flow: Dataflow) -> Dataflow:
-    """Return operators without what depends on shapes."""
+    """Return operators without the parts that depend on shapes."""
     operators = tuple(replace(one, cost=0.0) for one in flow.operators)
     return Dataflow(operators=operators, values=tuple(replace(one, size_bytes=0) for one in flow.values))
 
@@ -317,7 +318,7 @@ def _totals(flow: Dataflow) -> tuple[float, float]:
 
 
 def _free_of_flops(flow: Dataflow, runs: list[Run], most_seconds: float) -> int:
-    """Return the fewest bytes to hold for the fewest flops; more of them spare small operators alone."""
+    """Return the fewest bytes to hold for the fewest flops; more bytes spare only small operators."""
     counted = (replace(operator, cost=float(run.flops)) for operator, run in zip(flow.operators, runs, strict=True))
     alone = Dataflow(operators=tuple(counted), values=flow.values)
     total = sum(value.size_bytes for value in flow.values)

@@ -1,10 +1,10 @@
-"""The backward of a unit that holds some of what it saves, parted by the recompute of the rest.
+"""The backward of a unit that holds some of its saved tensors, split by the recompute of the rest.
 
-Autograd asks for saved tensors in an order that does not depend on the plan, and the first that is not held recomputes
-all of those. So of the watched backward, in which everything is recomputed first,
+Autograd asks for saved tensors in an order that does not depend on the plan, and the first one not held recomputes all
+that are not held. So the watched backward, in which everything is recomputed first, divides into
 
-    until then   what is not held is not there: it does not go either. Nor goes what is held for the recompute as well
-    recompute    begins with what is live by then: gradients on their way, and without what is gone
+    until then   tensors not held are not there, so they are not freed. Nor are tensors held for the recompute as well
+    recompute    begins with the live bytes by then: gradients in flight, and without freed tensors
     from then    as it was watched
 """
 
@@ -21,12 +21,13 @@ from torchremat.schedules.operator_selection import OperatorSelection, held_valu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialBackward:
-    """Highest live bytes of a backward, in its parts.
+    """Peaks of the parts of a backward.
 
     Attributes:
-        early_bytes: Until the recompute, over what is live at the beginning.
-        recompute_bytes: During the recompute, over the same.
-        late_bytes: From then on, over what would be live at the beginning if all that is saved were there.
+        early_bytes: Peak until the recompute, over the live bytes at the beginning.
+        recompute_bytes: Peak of the recompute, over the same.
+        late_bytes: Peak from then on, over the bytes that would be live at the beginning if all saved tensors were
+            there.
     """
 
     early_bytes: int
@@ -44,11 +45,11 @@ def in_parts(
     """Return the parts of a backward under a selection.
 
     Args:
-        backward: As it was watched.
-        saves: The values of `flow` that autograd saves, in the order of the saves; None if nobody knows.
+        backward: The watched backward.
+        saves: The values of `flow` that autograd saves, in the order of the saves; None if unknown.
         flow: The operators of the unit.
         selection: Which of them are held.
-        replay: The same with bytes.
+        replay: The selection with bytes.
     """
     whole = backward.live_bytes()
     if not selection.ends:
@@ -56,7 +57,7 @@ def in_parts(
     there = held_values(flow, selection.held)
     asked = [] if saves is None else [at for save, at in backward.asked_at.items() if saves[save] not in there]
     if saves is None or not asked:
-        # It may be asked for at any time, with everything there that ever is.
+        # The recompute may be triggered at any time, with every tensor live that ever is.
         highest = int(backward.live_bytes(without=backward.remade).max())
         recompute_bytes = highest + replay.recompute_peak()
         return PartialBackward(early_bytes=highest, recompute_bytes=recompute_bytes, late_bytes=int(whole.max()))

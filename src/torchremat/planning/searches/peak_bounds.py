@@ -1,9 +1,9 @@
-"""Where most is live in a step under a tree: whether a change at one place of the tree can fit, without a walk.
+"""The highest program points of a step under a tree: whether a change of the tree can fit, without a simulation.
 
-A walk through a whole step takes a millisecond or more, and most changes that keep a little more do not fit. At a
-moment at which the changed part is neither in its forward nor in its backward, all that it does is to hold what stays
-of its forward. So for a few of the highest moments it is noted what is held, and how much more a change holds then is
-a matter of a few storages.
+A simulation of a whole step takes a millisecond or more, and most changes that keep a little more do not fit. At a
+program point at which the changed part is neither in its forward nor in its backward, that part only holds the storages
+that stay after its forward. So a few of the highest program points are recorded with the storages held there, and the
+additional bytes that a change holds there follow from a few storages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class _PeakBound:
-    """One moment: the bytes live, what is held and what is alive beside, and the units whose backward is ahead."""
+    """One program point: live bytes, storages held, others alive, and the units whose backward is still to come."""
 
     live_bytes: int
     held: dict[int, int]
@@ -29,7 +29,7 @@ class _PeakBound:
 
 
 class PeakBounds:
-    """The highest moments of a step under a tree, from the end of its forward on.
+    """The highest program points of a step under a tree, from the end of its forward on.
 
     Args:
         profile: The profile.
@@ -43,7 +43,7 @@ class PeakBounds:
         self._peak_bounds = list(self._highest())
 
     def _highest(self) -> Iterator[_PeakBound]:
-        """Yield the end of the forward, and each moment of the backward that is higher than all before it."""
+        """Yield the end of the forward, and each program point of the backward that is higher than all before it."""
         profile, highest = self._profile, -1
         simulator = walk_of(self._profile, self._tree)
         for state in simulator:
@@ -58,7 +58,7 @@ class PeakBounds:
                 )
 
     def least_bytes(self, place: int, nodes: Tree) -> int:
-        """Return what is live at least at some moment, if other nodes stand at one place of the tree."""
+        """Return a lower bound on the peak if other nodes replace the node at one place of the tree."""
         old = self._tree[place]
         first = min((self._ranks[unit] for unit in range(old.first, old.last + 1) if unit in self._ranks), default=-1)
         ahead = [height for height in self._peak_bounds if height.rank < first]
@@ -70,7 +70,7 @@ class PeakBounds:
         return max(height.live_bytes + self._added(height, before, after) for height in ahead)
 
     def _held(self, nodes: Iterable[KeepNode | RegionNode]) -> tuple[Counter[int], int] | None:
-        """Return what stays of the forward of some nodes: storages, and bytes inside; None if that changes later."""
+        """Return what nodes hold after their forward: storages, and bytes inside; None if that changes later."""
         nodes = tuple(nodes)
         simulator = walk_of(self._profile, nodes)
         for unit in range(nodes[0].first, nodes[-1].last + 1):
@@ -78,7 +78,7 @@ class PeakBounds:
         return None if simulator.unborn else (simulator.held, simulator.inside)
 
     def _added(self, height: _PeakBound, before: tuple[Counter[int], int], after: tuple[Counter[int], int]) -> int:
-        """Return how many bytes more are held at a moment."""
+        """Return how many bytes more are held at a program point."""
         added, sizes = after[1] - before[1], self._profile.units.trace.storage_bytes
         for storage in before[0].keys() | after[0].keys():
             if storage in height.alive:

@@ -1,4 +1,4 @@
-"""How far a search is, for whoever waits for it."""
+"""The progress of a search, for the waiting caller."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ Phase = Literal["profiling", "options", "tables", "judging", "polishing", "certi
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far planning is; what the function is given that is passed as `progress` to `plan`, `verify` and others.
+    """The progress of planning: the argument of the function passed as `progress` to `plan`, `verify` and others.
 
     Attributes:
-        phase: What is under way: `"profiling"`, which runs the step; `"options"`, what of each unit can be kept;
-            `"tables"`, `"judging"` and `"polishing"` of plans, which come again for each way of taking units apart and
-            for each budget of a frontier; `"certificate"`, for which the step is run once more; `"verifying"`, which
-            runs the step with the regions and without.
-        share: How much of the options, of the search for plans, or of the steps of `verify` is done: from 0 to 1, and
-            never less than before.
-            A search whose time is over ends sooner. None where nobody knows, which is where the step is run.
-        slowdown: Predicted seconds of a step over those of a plain one, under the best plan found so far for the budget
-            under way; None before there is one.
+        phase: The current phase: `"profiling"`, which runs the step; `"options"`, which parts of each unit can be kept;
+            `"tables"`, `"judging"` and `"polishing"` of plans, which repeat for each way of splitting units and for
+            each budget of a frontier; `"certificate"`, for which the step is run once more; `"verifying"`,
+            which runs the step with the regions and without.
+        share: The share of the options, of the search for plans, or of the steps of `verify` that is done: from 0 to
+            1, and never less than before. A search that runs out of time ends sooner. None if unknown, which is while the step runs.
+        slowdown: Predicted seconds of a step over those of a plain one, under the best plan found so far for the
+            current budget; None before the first one.
     """
 
     phase: Phase
@@ -36,7 +35,7 @@ Observer: TypeAlias = Callable[[Progress], None]
 
 
 def checked(observer: Observer | Literal[False] | None) -> Observer | None:
-    """Return what was given as `progress`; None if nobody is to be told.
+    """Return the observer given as `progress`; None if progress is not reported.
 
     Raises:
         UnsupportedError: It is no function.

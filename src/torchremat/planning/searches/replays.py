@@ -1,8 +1,8 @@
 """The bytes of a region that holds some operators' outputs, from the allocator's events of a forward that holds none.
 
-forward      the events, without the frees of what is held until the forward ends
-recompute    those up to the last operator that is passed, without all that operators do which do not run,
-             without the frees of what is saved; what is held for the recompute alone by then goes when it went then
+forward      the events, without the frees of storages that are held until the forward ends
+recompute    those up to the last operator that is passed, without those of operators that do not run,
+             without the frees of saved tensors; tensors held for the recompute alone are freed where they were
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class SelectionReplay:
 
     Args:
         log: The operators of the forward.
-        runs: Those of the unit.
-        flow: The same as data.
+        runs: The operators of the unit.
+        flow: The same as a dataflow.
         storages: By value of `flow`, the number of its storage in the log.
-        selection: Which of them are held.
-        allocations: What the allocator did in the forward.
+        selection: The operators whose outputs are held.
+        allocations: The allocator's events in the forward.
         intervals: By address, the events that allocated and freed something there.
         window: The marks at which the unit begins and ends.
-        state_bytes: Of the state of a generator, which is held with the outputs of an operator that has drawn.
+        state_bytes: Bytes of a generator state, which is held with the outputs of an operator that has drawn.
 
     Attributes:
         spared: The operators that the recompute passes and does not run.
-        taken: The values that these make.
+        taken: The values that the spared operators make.
         held: The storages that are held from the end of the forward to the recompute.
     """
 
@@ -105,16 +105,16 @@ class SelectionReplay:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what is held from the end of the forward to the recompute."""
+        """Bytes held from the end of the forward to the recompute."""
         return self._state_bytes * len(self._drawn(self.spared)) + sum(map(self.size, self.held))
 
     def _drawn(self, operators: Iterable[int]) -> list[int]:
         return sorted(index for index in operators if self._runs[index].traits.is_random)
 
     def forward_peak(self) -> int:
-        """Return the highest live bytes of the forward over those at its beginning."""
+        """Return the peak of the forward over the live bytes at its beginning."""
         held = set(self.held)
-        # Even what no recompute gets to is held until the forward has ended.
+        # Even tensors that no recompute reaches are held until the forward has ended.
         replaceable = [index for index in self._selection.held if self._flow.operators[index].replaceable]
         for index in replaceable:
             held.update(self._storages[value] for value in self._flow.operators[index].outputs)
@@ -124,10 +124,10 @@ class SelectionReplay:
         return int(live.max())
 
     def recompute_peak(self, gone: Container[int] = ()) -> int:
-        """Return the highest live bytes of the recompute over those at its beginning, with what is held live.
+        """Return the peak of the recompute over the live bytes at its beginning, with the held storages live.
 
         Args:
-            gone: Needed values that backward is done with when the recompute begins.
+            gone: Needed values that backward has finished with when the recompute begins.
         """
         ends = self._selection.ends
         if not ends:
@@ -159,7 +159,7 @@ class SelectionReplay:
         first, *others = self._drawn(self.spared) or [ends]
         for index in others:
             live[self._span(index)[0] - self._begin :] -= self._state_bytes
-        # The state of now is copied before the one that was held goes.
+        # The current state is copied before the held one is freed.
         copied = int(live[self._span(first)[0] - self._begin]) + self._state_bytes if first < ends else 0
         return max(copied, int(live.max()))
 
@@ -177,5 +177,5 @@ class SelectionReplay:
 
 
 def _live(delta: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what is live before each event and after the last, over what is at the beginning."""
+    """Return the live bytes before each event and after the last, over those at the beginning."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])

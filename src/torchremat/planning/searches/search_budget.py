@@ -1,9 +1,9 @@
-"""How long a search may go on, a minute for a plan or a frontier whatever the model is, and how far it is.
+"""The time limit of a search, a minute for a plan or a frontier whatever the model is, and its progress.
 
 The options that a planner looks for when it is made count in the minute of its first plan or frontier.
 
-A search that has used up its time ends with the best that it has found by then. Each part looks at the clock where it
-begins something long, and leaves the rest out: options of further units, rows of the tables, further candidates.
+A search that has used up its time ends with the best result found by then. Each part checks the clock before it begins
+something long, and skips the rest: options of further units, rows of the tables, further candidates.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torchremat.planning.searches.progress import Observer, Phase, Progress
 
 MOST_S = 60.0
 
-# What people are told of a result for which it did not suffice.
+# Message for a result whose search ran out of time.
 TIME_IS_OVER = f"the search ended at its cap of {MOST_S:.0f} s with the best found by then; there may be better."
 
 T = TypeVar("T")
 
 
 class SearchBudget:
-    """The time that a search has left, without end unless one is under way, and the share of it that is done.
+    """The time that a search has left, unlimited unless a search is running, and the share of it that is done.
 
     Args:
-        most_s: How long the outermost search may go on.
-        observer: Called with how far the search is. What it raises ends the search.
+        most_s: Time limit of the outermost search.
+        observer: Called with the progress of the search. An exception that it raises ends the search.
 
     Attributes:
-        ran_out: Whether anything was left out because its time was over.
+        ran_out: Whether anything was skipped because time ran out.
     """
 
     def __init__(self, most_s: float = MOST_S, *, observer: Observer | None = None) -> None:
@@ -40,16 +40,16 @@ class SearchBudget:
         self.ran_out = False
         self._observer = observer
         self._ends_s = math.inf
-        self._before_s = 0.0  # what the minute to come has lost to a part of it that ran ahead
+        self._before_s = 0.0  # seconds of the next minute spent by a part that ran ahead
         self._span = (0.0, 1.0)
         self._told = 0.0
         self._slowdown: float | None = None
 
     @contextmanager
     def running(self, share: float = 1.0) -> Generator[None]:
-        """Let a search run, or a part of one that may take a share of the time that is left.
+        """Run a search, or a part of one that may take a share of the remaining time.
 
-        A part that runs with no search around it is one of the search that comes next.
+        A part without a search around it counts as a part of the next search.
         """
         outer, start_s = (self._ends_s, self._span), time.perf_counter()
         is_outermost = math.isinf(self._ends_s)
@@ -76,7 +76,7 @@ class SearchBudget:
 
     @contextmanager
     def part(self, begins: float, ends: float) -> Generator[None]:
-        """Let what is done be a part of what is under way, between two shares of it; it may have parts itself."""
+        """Count the block as a part of the running work, between two shares of it; the block may have parts itself."""
         low, high = outer = self._span
         self._span = low + begins * (high - low), low + ends * (high - low)
         try:
@@ -85,21 +85,21 @@ class SearchBudget:
             self._span = outer
 
     def parts(self, items: Sequence[T]) -> Generator[T]:
-        """Yield the items; what is done with each is an equal part of what is under way."""
+        """Yield the items; the work on each counts as an equal part of the running work."""
         for place, item in enumerate(items):
             with self.part(place / len(items), (place + 1) / len(items)):
                 yield item
 
     def tell(self, phase: Phase, share: float | None = 0.0) -> None:
-        """Tell the observer what is under way, and the share of it that is done; None if nobody knows."""
+        """Tell the observer the current phase, and the share of it that is done; None if unknown."""
         if self._observer is None:
             return
         if share is not None:
             low, high = self._span
-            # What is come to early, and what grows while it is worked on, takes nothing back.
+            # The share never decreases, even if a part is reached early or grows while it runs.
             share = self._told = max(self._told, low + share * (high - low))
         self._observer(Progress(phase=phase, share=share, slowdown=self._slowdown))
 
     def found(self, slowdown: float | None) -> None:
-        """Note the best plan found so far, for what is told from now on; None where another is begun."""
+        """Record the best plan found so far, for later reports; None when a search for another begins."""
         self._slowdown = slowdown

@@ -4,8 +4,7 @@
     judge         `predict`: exact bytes by storage, the executor's own cost
     polish        regions of the best tree are dissolved as long as the limit allows
 
-The chain's scalars err to both sides, so the limit that is asked of the solver is searched: the highest whose tree
-fits.
+The chain's scalars err to both sides, so the solver's limit is itself searched for: the highest whose tree fits.
 """
 
 from __future__ import annotations
@@ -34,49 +33,49 @@ from torchremat.schedules.depths import bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
-# Which shares of the units that can be split are, how many at the end, and up to how many units.
+# The shares of the divisible units to split, the numbers to split at the end, and the limit on the number of units.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _AT_THE_END = (1, 2, -1)
 _MOST_UNITS = 61
 
-# How much of the time that is left may go into finding options, and into a table.
+# Shares of the remaining time for finding options, and for a table.
 _OPTIONS_SHARE = 0.3
 _TABLE_SHARE = 0.5
 
-# What is told to be done, as shares, after candidates with stores, and before the polish of a tree: each takes about as
-# long as what comes after it.
+# Reported shares after candidates with stores, and before the polish of a tree: each part takes about as long as the
+# rest after it.
 _STORING_SHARE = 0.5
 _JUDGING_SHARE = 0.5
 
-# How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
-# takes longer then.
+# How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
+# judgement takes longer then.
 _JUDGED_UNITS = 4000
 
-# How many uniform trees are judged, and which, by the number in their names, if there are more: n stages have over n.
+# How many uniform trees are judged, and, if there are more, which by the number in their names: n stages have over n.
 _MOST_UNIFORM = 120
 _MOST_SIMPLE = 12
 
 # The first ones, which recompute nothing, and everything, are judged in any case. The chain's scalars may say that no
-# tree fits anywhere; these are two, so there is a lowest one.
+# tree fits anywhere; with these two a lowest tree always exists.
 _ALWAYS = 2
 
 
 class Search:
-    """Finds trees under any limit, with whole units and with some of them taken apart.
+    """Finds trees under any limit, with whole units and with some of them split.
 
-    Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
-    half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
-    together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
-    of this as long as the units stay few enough to plan in a second. One more has those split that are in the step
-    which needs the least, see `grain`, however many units that are. What lies around units is planned with as it is,
-    for what may be kept in parts of it.
+    Blocks are mostly alike, so the number of split blocks matters more than which ones: the mixtures tried have a
+    quarter, a half, three quarters and all of them split, evenly spread. The last ones are special, since everything
+    kept is live together with their saved tensors: further mixtures split the last one, the last two and all but the
+    first. All of this applies as long as the units stay few enough to plan in a second. One more mixture splits the
+    units that are split in the step with the lowest peak, see `grain`, whatever the number of units. The modules around
+    units are planned as they are, for tensors that can be kept in parts of them.
 
     Args:
         pair: The profile.
         cost: What to minimise.
-        store_profiles: Stores, with what each unit would put there.
+        store_profiles: Stores, with the payload of each unit.
         operators: Whether units may be kept in part.
-        search_budget: How long it may take.
+        search_budget: The time limit.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Search:
         search_budget: SearchBudget | None = None,
     ) -> None:
         self.search_budget = search_budget = SearchBudget() if search_budget is None else search_budget
-        # What is kept in part is not stored, so with stores whole units are sought.
+        # Units kept in part are not stored, so with stores the search is over whole units.
         self.store_profiles = store_profiles
         self.whole = Solver(pair.blocks, cost, search_budget=search_budget)
         self.storing = Storing(self.whole, store_profiles)
@@ -111,9 +110,9 @@ class Search:
 
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
-        """One solver for each mixture, and one for what lies around the units."""
+        """One solver for each mixture, and one for the modules around the units."""
         units = self.pair.blocks.units
-        # A module is split in all of its calls or in none, as its calls are mostly alike.
+        # A module is split in all of its calls or in none, since its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
         for call in sorted(divisible(self.pair)):
             by_name.setdefault(units.trace.calls[call].name, set()).add(call)
@@ -156,12 +155,12 @@ class Search:
 
     @property
     def _all_solvers(self) -> tuple[Solver, ...]:
-        """Those for whole units as well: parts of units lead a search away from low peaks that whole ones have."""
+        """All solvers, including whole units: parts of units lead a search away from low peaks that whole ones have."""
         return tuple(dict.fromkeys((*self.solvers, self.whole)))
 
     @property
     def storings(self) -> Iterator[Storing]:
-        """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
+        """Yield the searches with stores: over whole units, then over the mixture with the most units."""
         if self.store_profiles:
             yield self.storing
             finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
@@ -217,9 +216,9 @@ class Solver:
     Args:
         profile: The profile.
         cost: What to minimise.
-        hand_made: Whether all uniform trees, as people write them by hand, are tried. They win nothing in mixtures but
-            in the finest, where a block is several stretches, each alike.
-        search_budget: How long it may take.
+        hand_made: Whether all uniform trees, as people write them by hand, are tried. They gain nothing in mixtures
+            except the finest, where a block is several stretches, each alike.
+        search_budget: The time limit.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class Solver:
         self.hand_made = hand_made
         self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._known: dict[Tree, Candidate] = {}
-        self._peaks: dict[int, int] = {}  # of the trees for each of the table's levels, as far as they were judged
+        self._peaks: dict[int, int] = {}  # of the trees judged so far, by level of the table
 
     @cached_property
     def chain(self) -> Chain:
@@ -239,7 +238,7 @@ class Solver:
 
     @cached_property
     def option_costs(self) -> list[list[float]]:
-        """What each unit costs under each of its options, that of keeping everything included."""
+        """The cost of each unit under each of its options, including that of keeping everything."""
         profile, cost = self.profile, self.cost_unit
         return [
             [
@@ -265,12 +264,12 @@ class Solver:
 
     @property
     def most_judged(self) -> int:
-        """How many trees may be judged for polish, and a third of it for the floor."""
+        """How many trees may be judged for polish; a third of that for the floor."""
         return max(12, _JUDGED_UNITS // len(self.profile.units.units))
 
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
-        """The uniform trees, every one for few units, those with few regions or long strides for many."""
+        """The uniform trees: all of them for few units, those with few regions or long strides for many."""
         is_long = sum(stage.recomputable for stage in self.chain.stages) > _MOST_UNIFORM
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
@@ -280,7 +279,7 @@ class Solver:
         return tuple(map(self.judged, judged))
 
     def judged(self, tree: Tree) -> Candidate:
-        """Return a tree, made fit to run and for the roots, with its prediction."""
+        """Return a tree with its prediction, adapted so that it can run and suits the roots."""
         tree = fitted(self.profile.units, bounded(tree))  # See NOTE [ How deep regions may nest ]
         if tree not in self._known:
             prediction = predict(self.profile, tree)
@@ -295,12 +294,12 @@ class Solver:
         return self._known[tree]
 
     def solve(self, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest tree found whose predicted peak is at most the limit; None if none was, see `floor`."""
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits, see `floor`."""
         found = self.unpolished(limit_bytes)
         return None if found is None else self.polished(found, limit_bytes)
 
     def unpolished(self, limit_bytes: int) -> Candidate | None:
-        """Return what `solve` starts its polish from."""
+        """Return the candidate that `solve` polishes."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [*self.persistent(limit_bytes), *self.uniform]
@@ -310,14 +309,14 @@ class Solver:
     def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
         """Yield optimal trees of the chain, closing in on the cheapest whose exact peak fits.
 
-        What earlier limits have shown of the table is known already.
+        Results for earlier limits are reused.
         """
         levels, peaks = self.table.levels, self._peaks
         fits = max((one for one, peak in peaks.items() if peak <= limit_bytes), default=-1)
         above = min((one for one, peak in peaks.items() if peak > limit_bytes and one > fits), default=len(levels))
         if fits >= 0:
             yield self.judged(self.table.tree_at(int(levels[fits])))
-        # Begin where the chain's own scalars put the limit: mostly it is there or nearby.
+        # Begin at the limit by the chain's own scalars: mostly the answer is there or nearby.
         slots = limit_bytes // self.table.slot_bytes
         asked, reach = int(np.searchsorted(levels, slots, side="right")) - 1, 1
         while above - fits > 1 and not self.search_budget.is_over:
@@ -335,13 +334,13 @@ class Solver:
             reach *= 4
 
     def polished(self, best: Candidate, limit_bytes: int, *, most_judged: int | None = None) -> Candidate:
-        """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass."""
+        """Return a tree with regions dissolved, or shortened at their ends, where the limit allows; one pass."""
         units = len(self.profile.units.units)
         if best.prediction.calls > 20 * units:
             return best  # nested so deeply that the limit leaves no room
         place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
         peak_bounds = PeakBounds(self.profile, best.tree)
-        # A change of one call of a root is one of its other calls too.
+        # A change of one call of a root changes its other calls too.
         is_local = len(self.profile.units.roots) == 1 and not self.profile.units.trace.sharded
         while place < len(best.tree) and len(self._known) - judged < most and not self.search_budget.is_over:
             self.search_budget.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
@@ -379,7 +378,7 @@ def _with_options(profile: Profile, cost: Cost, search_budget: SearchBudget) -> 
 
 
 def _best(found: list[tuple[float, Candidate]]) -> Candidate:
-    """Return the cheapest of some candidates by their prices."""
+    """Return the cheapest of the candidates by their prices."""
     return min(found, key=lambda one: (one[0], bool(one[1].offloads), one[1].prediction.peak_bytes))[1]
 
 

@@ -1,13 +1,13 @@
 """Which kept units of a tree go to a store, and when they leave and come back.
 
-A peak is mostly where the backward begins, so what is needed last is stored first: the first units of the forward. For
-a slow store every second unit is better, since it is idle less. Both rows are tried, as short as the limit allows, for
-several trees: the plain one, the best one without stores, and some for limits in between, on the way to the one that
-recomputes least of those that fit, as a store may have room for little.
+A peak is mostly where the backward begins, so the units needed last are stored first: the first units of the forward.
+For a slow store every second unit is better, since the store is idle less. Both rows are tried, as short as the limit
+allows, for several trees: the plain one, the best one without stores, and some for limits in between, on the way to the
+fitting tree that recomputes least, since a store may have little room.
 
-How long a unit may take to leave, and how early it begins to come back, follows from the store's speed: just long and
-just early enough that nobody waits, if there is room for that. Else both take place within a few units; at the tightest
-the step waits for all of a unit where it ends, and again where it is needed.
+The time that a unit may take to leave, and the unit before which it begins to come back, follow from the store's speed:
+just long and just early enough that the step never waits, if memory allows. Otherwise both take place within a few
+units; at the tightest the step waits for the whole transfer at the unit's end, and again where the unit is needed.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ if TYPE_CHECKING:
     from torchremat.planning.searches.candidates import Candidate
     from torchremat.planning.searches.solving import Solver
 
-# How many units something may be on its way out, and back: as many as its store needs, or fewer.
+# During how many units a transfer may be in flight, out and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)
-# How often what lies between the limit that is asked for and the plain peak is halved, to find the tree that recomputes
-# least of those that fit with stores.
+# How often the interval between the requested limit and the plain peak is halved, to find the tree that recomputes
+# least among those that fit with stores.
 _HALVINGS = 4
 _JUDGED_UNITS = 4000
 
-# Where seconds count, a plan with stores is taken only if it is predicted to be faster than the best one without, by
-# more than this share of a plain step and by as much as the seconds of its copies vary. When in doubt: the simpler one.
+# If the cost is seconds, a plan with stores is chosen only if it is predicted to be faster than the best one without,
+# by more than this share of a plain step and by as much as the seconds of its copies vary. In doubt, the simpler plan
+# wins.
 _LEAST_GAIN = 0.02
 
 
 class Storing:
-    """Finds what to store, for one profile.
+    """Finds the units to store, for one profile.
 
     Args:
-        solver: Finds trees without stores.
-        store_profiles: The stores, and what they take.
+        solver: The solver for trees without stores.
+        store_profiles: The stores, and the payloads that they take.
     """
 
     def __init__(self, solver: Solver, store_profiles: Sequence[StoreProfile]) -> None:
@@ -60,7 +61,7 @@ class Storing:
         self.store_profiles = store_profiles
         self._judged = 0
         calls = [unit.calls for unit in solver.profile.units.units]
-        # By the place of the store, then by unit.
+        # By the index of the store, then by unit.
         self._cargoes = {
             store_profile.store: {
                 unit: store_profile.cargoes[own] for unit, own in enumerate(calls) if own in store_profile.cargoes
@@ -70,12 +71,12 @@ class Storing:
 
     @property
     def profile(self) -> Profile:
-        """What is planned for."""
+        """The profile of the solver."""
         return self.solver.profile
 
     @property
     def lowest(self) -> Iterator[Candidate]:
-        """Yield candidates with low peaks: everything stored that can be, with as little on its way as possible."""
+        """Yield candidates with low peaks: everything possible stored, with as few bytes in flight as possible."""
         for store_profile in self.store_profiles:
             for tree in dict.fromkeys((self.solver.plain.tree, self.solver.floor.tree)):
                 units = self._within(store_profile, self._storable(store_profile, tree))
@@ -83,9 +84,9 @@ class Storing:
                     yield self.judged(store_profile, tree, units, 0)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
+        """Return the cheapest candidate found with a stored unit whose predicted peak is at most the limit."""
         self._judged = 0
-        cheapest = cache(partial(self._cheapest, limit_bytes=limit_bytes))  # trees come back
+        cheapest = cache(partial(self._cheapest, limit_bytes=limit_bytes))  # trees recur
         plain = self.solver.plain
         found = cheapest(plain.tree)
         lower, upper = limit_bytes, plain.prediction.peak_bytes
@@ -96,7 +97,7 @@ class Storing:
             one = self.solver.solve(middle)
             stored = None if one is None else cheapest(one.tree)
             if one is not None and stored is None:
-                upper = middle  # the store has no room for so much, or no time
+                upper = middle  # the store has too little room, or too little time
             else:
                 lower = middle
             found = _cheaper(found, stored)
@@ -106,7 +107,7 @@ class Storing:
         return None if found is None else self._pruned(found, limit_bytes)
 
     def _cheapest(self, tree: Tree, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest candidate found with something of a tree stored; None if none fits."""
+        """Return the cheapest candidate found with some units of a tree stored; None if none fits."""
         found: Candidate | None = None
         for store_profile in self.store_profiles:
             storable = self._storable(store_profile, tree)
@@ -120,7 +121,7 @@ class Storing:
         return found
 
     def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
-        """Return a candidate without those stored units that fit as well if they are kept."""
+        """Return a candidate that keeps each stored unit for which the tree still fits."""
         for unit in sorted(best.offloads, reverse=True):
             offloads = {one: load for one, load in best.offloads.items() if one != unit}
             if not offloads:
@@ -134,7 +135,7 @@ class Storing:
         return best
 
     def judged(self, store_profile: StoreProfile, tree: Tree, units: Sequence[int], reach: int) -> Candidate:
-        """Return a tree with units in a store, with what it needs."""
+        """Return a tree with units in a store, with its prediction."""
         self._judged += 1
         offloads, moving_s = self._moved(store_profile, tree, units, reach)
         prediction = replace(predict(self.profile, tree, offloads), moving_s=moving_s)
@@ -145,7 +146,7 @@ class Storing:
         )
 
     def price(self, found: Candidate) -> float:
-        """Return what a candidate is compared by with those without stores: its cost, and for seconds the doubt."""
+        """Return the price to compare with candidates without stores: its cost, and for seconds the uncertainty too."""
         if self.solver.cost_unit != "seconds":
             return found.cost
         spread = max(self.store_profiles[load.planned.store].speed.spread for load in found.offloads.values())
@@ -157,7 +158,7 @@ class Storing:
         return [unit for unit in kept if unit in order and self._frees(cargoes[unit])]
 
     def _frees(self, offload_size: OffloadSize) -> bool:
-        """Return whether a cargo frees more than its store holds in its place; what lives anyway is not freed."""
+        """Return whether a payload frees more than its store holds in its place; storages live anyway are not freed."""
         trace = self.profile.units.trace
         dying = sum(trace.storage_bytes[storage] for storage in offload_size.boundary if storage in trace.died)
         return offload_size.inside_bytes + dying > offload_size.held_bytes
@@ -195,7 +196,7 @@ class Storing:
     def _moved(
         self, store_profile: StoreProfile, tree: Tree, units: Sequence[int], reach: int
     ) -> tuple[Offloads, float]:
-        """Return the loads of units with the moments of their moves, and the seconds that these add to the step."""
+        """Return the offload choices of units with the points of their transfers, and the seconds that these add."""
         profile, speed, cargoes = self.profile, store_profile.speed, self._cargoes[store_profile.store]
         place = {unit: i for i, unit in enumerate(profile.order)}
         forward_s = [cost.seconds for cost in profile.costs]
@@ -203,7 +204,7 @@ class Storing:
         going, coming = sorted(units), sorted(units, key=lambda unit: place[unit])
         out_s = {unit: speed.out.seconds(cargoes[unit]) for unit in units}
         in_s = {unit: speed.back.seconds(cargoes[unit]) for unit in units}
-        # Some of it takes the place of computing, the rest is beside it.
+        # Part of it displaces compute, the rest overlaps with it.
         out_busy_s = {unit: speed.out.busy_s(cargoes[unit]) for unit in units}
         in_busy_s = {unit: speed.back.busy_s(cargoes[unit]) for unit in units}
         moving_s = sum(out_busy_s.values()) + sum(in_busy_s.values())
@@ -258,7 +259,7 @@ def _cheaper(one: Candidate | None, other: Candidate | None) -> Candidate | None
 
 
 def rank(one: Candidate) -> tuple[float, float, int, int]:
-    """Return what candidates are chosen by: cost, moved bytes, stored units, peak.
+    """Return the key that candidates are chosen by: cost, moved bytes, stored units, peak.
 
     Of equal flops the candidate of the fewest seconds is chosen.
     """

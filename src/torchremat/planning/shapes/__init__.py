@@ -1,11 +1,11 @@
 """Steps of changing shapes: each runs under a plan for the shape of its batch.
 
-batches.py   how a batch looks
-figures.py   what of a profile depends on shapes
-fits.py      figures at a shape that nobody has run
-families.py  shapes that take the same way through a model
+batches.py   the sizes of a batch
+figures.py   the numbers of a profile that depend on shapes
+fits.py      figures at a shape that never ran
+families.py  shapes with the same control flow through a model
 choosers.py  the tree for a shape, in milliseconds
 classes.py   classes of shapes, each with its tree
-gauges.py    what a real step did
+gauges.py    the peak and the calls of a real step
 adaptive.py  `Adaptive`
 """

@@ -2,13 +2,13 @@
 
     seen before        the plan of its class is put on the model: a fraction of a millisecond
     new, in reach      figures are fitted, a tree is chosen by them: milliseconds; the step is measured
-    new, out of reach  the batch is profiled first: a few runs of the step, none of which leaves a sign
+    new, out of reach  the batch is profiled first: a few runs of the step, without side effects
 
 Nothing stays on the model between two steps.
 
 Source: Q. Liao, M. Li, H. Yang et al., "Mimose: an input-aware checkpointing planner for efficient training on GPU",
-arXiv 2209.02478. We differ: bytes of storages at every moment are fitted, not one number for each layer, so that the
-peak is predicted by the exact interpreter; and what a step really needed is looked at.
+arXiv 2209.02478. We differ: bytes of storages at every program point are fitted, not one number for each layer, so that
+the exact interpreter predicts the peak; and the real peak of a step is checked.
 """
 
 from __future__ import annotations
@@ -51,39 +51,39 @@ Over = Literal["raise", "warn"]
 class Adaptive(Generic[B]):
     """Runs training steps within a budget, whatever the shapes of their batches: `loss = adaptive(batch)`.
 
-    A call is `loss = step(model, batch)` and `loss.backward()` under a plan for the shape of the batch; gradients are
-    added up as ever. What bytes depend on is learned from a few batches, small ones will do: give them to `learn`, or
-    let the first ones that come be learned. Not to be called from two threads at once.
+    A call is `loss = step(model, batch)` and `loss.backward()` under a plan for the shape of the batch; gradients
+    accumulate as usual. The dependence of bytes on shapes is learned from a few batches, small ones suffice: pass them
+    to `learn`, or let `Adaptive` learn from the first batches. Do not call it from two threads at once.
 
     Args:
         model: The model.
         step: Called as `step(model, batch)`; runs the forward and returns the loss.
         budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: The device whose bytes count; that of the first parameter if not given.
         cost: What to minimise, `"seconds"` or `"flops"`.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
             budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
-            the plan that needs least.
+            the plan with the lowest peak.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shape: Returns the sizes of a batch. Without it these are the sizes of all tensors in it.
-        classes: How many plans are kept, each for a class of shapes.
+        classes: Number of plans to keep, each for a class of shapes.
 
     Attributes:
         budget_bytes: The budget.
-        learned: How many profiles were made.
-        learning_seconds: Spent in profiles.
-        planning_seconds: Spent on choosing plans and putting them on the model.
-        step_seconds: Spent in steps.
+        learned: Number of profiles made.
+        learning_seconds: Seconds spent in profiles.
+        planning_seconds: Seconds spent on choosing plans and putting them on the model.
+        step_seconds: Seconds spent in steps.
 
     Raises:
         BudgetError: The budget is no size, more than the device has, or a percentage, though each shape has a plain
             peak of its own.
         PlanError: The model has wrapped modules already.
         StepError: The step is no function of a model and a batch.
-        UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for;
-            or `cost`, `over`, `operators`, `shape` or `classes` is something else than it can be.
+        UnsupportedError: Several processes train together: while one of them learned a batch, the others would wait; or
+            `cost`, `over`, `operators`, `shape` or `classes` is not valid.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Adaptive(Generic[B]):
 
         Raises:
             BudgetError: With `over="raise"`: no plan fits, and nothing was run; or the step was measured above the
-                budget, and its gradients are there.
+                budget, with its gradients already computed.
             StepError: The batch has no shape, or the step returns no loss.
             UnsupportedError: Another step is running, or this is closed.
         """
@@ -165,10 +165,10 @@ class Adaptive(Generic[B]):
 
     @contextmanager
     def under(self, batch: B) -> Generator[None]:
-        """Let the block run forward and backward of a batch within the budget, in the place of a call.
+        """Let the block run forward and backward of a batch within the budget, instead of a call.
 
-        For a loop that is somebody else's, such as that of a trainer. The block does with the batch what `step` does,
-        and runs backward once.
+        For a loop outside your control, like a trainer's. The block does the same with the batch as `step`, and runs
+        backward once.
 
         Args:
             batch: The batch that the block trains on.
@@ -187,17 +187,17 @@ class Adaptive(Generic[B]):
 
     @without_our_frames
     def learn(self, *batches: B) -> None:
-        """Profile batches, so that others of the same kind can be planned; the model stays as it is.
+        """Profile batches, so that others of the same kind can be planned; the model is unchanged.
 
-        Three different lengths tell all about one size that varies, six different shapes about two. Small ones are
-        enough: figures are believed up to four times the sizes seen, and steps beyond those seen are measured.
+        Three different lengths determine everything about one varying size, six different shapes about two. Small ones
+        are enough: figures are trusted up to four times the sizes seen, and steps beyond the sizes seen are measured.
         """
         with self._alone():
             for batch in batches:
                 self._learn(self._look(batch), batch)
 
     def close(self) -> None:
-        """Drop all that was learned. A step under way ends as it would have."""
+        """Drop everything learned. A step in progress ends as it would have."""
         self._closed = True
         self._classes = Classes(self._limit_bytes, "flops", 1, operators=False)
 
@@ -256,7 +256,7 @@ class Adaptive(Generic[B]):
         start_s = time.perf_counter()
         found = self._classes.find(look)
         if found is None or (not found.fits and not self._classes.knows(look)):
-            # A batch is not refused by a fit alone: what a step needs may be no polynomial, where it pads or buckets.
+            # A fit alone does not refuse a batch: where a step pads or buckets, its bytes may be no polynomial.
             self._learn_if_it_can_be(look, batch, is_needed=found is None)
             if found is not None and not found.steps:
                 self._classes.drop(found)
@@ -277,7 +277,7 @@ class Adaptive(Generic[B]):
         self.learning_seconds += time.perf_counter() - start_s
 
     def _learn_if_it_can_be(self, look: Look, batch: B, *, is_needed: bool) -> None:
-        """Profile a batch; if that is not needed, one that is too large for it stays as it is fitted."""
+        """Profile a batch; if that is not needed, a batch too large to profile keeps its fitted figures."""
         try:
             self._learn(look, batch)
         except (RuntimeError, MemoryError) as error:
@@ -318,7 +318,7 @@ class Adaptive(Generic[B]):
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
         if names is not None and not chosen.family.takes(names) and not profiler_is_active():
-            # Another way through the model than the shapes around take: the prediction was for none of this.
+            # The control flow differs from that of the neighbouring shapes: the prediction does not apply.
             self._learn(look, batch)
             chosen.family.has_told_calls = not chosen.family.knows(look.shape)
         if measured.rise_bytes is not None:
@@ -329,7 +329,7 @@ class Adaptive(Generic[B]):
         return subject.before(self._device).total_bytes
 
     def _compare(self, chosen: ShapeClass, look: Look, batch: B, measured_bytes: int) -> None:
-        """Take note of what a step has needed: what it was above its prediction is left free from now on."""
+        """Record the measured peak of a step: its excess over the prediction is left free from now on."""
         family = chosen.family
         chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
         found = family.cover(look.shape, exact=True) or chosen.cover
@@ -356,7 +356,7 @@ class Adaptive(Generic[B]):
 def _bound(
     step: Callable[[nn.Module, B], object], batch: object = None, tensors: tuple[Tensor, ...] = ()
 ) -> Callable[[nn.Module], object]:
-    """Return the step of one batch, holding in plain sight what `step` holds, and the tensors of the batch."""
+    """Return the step of one batch, which visibly holds the same objects as `step`, and the tensors of the batch."""
     held = holdings_of(step)
 
     def bound(model: nn.Module, _held: object = (held.modules, held.tensors, tensors)) -> object:

@@ -1,4 +1,4 @@
-"""How a batch looks: what of it and of the model decides which figures hold, and the sizes that these depend on."""
+"""The look of a batch: the facts about it and the model that decide which figures hold, and the sizes in them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ ShapeOf = Callable[[object], tuple[int, ...]]
 
 
 # NOTE [ What of a batch is a size ]
-#
-# What a step needs follows from the sizes in its batch, and tensors are not all that has one:
+# The bytes of a step follow from the sizes in its batch, and not only tensors have a size:
 #
 #   tensors, NumPy arrays     their dimensions
 #   ints                      themselves: a length that the step cuts to
-#   strings, bytes            their length, which tells about how many tokens there are, and not exactly
-#   other objects             the dimensions of tensors that they hold, and what `len` says
-#   lists of such             how many, the largest of each dimension, and the sum
+#   strings, bytes            their length, which gives the number of tokens only approximately
+#   other objects             the dimensions of tensors that they hold, and their `len`
+#   lists of such             their number, the largest of each dimension, and the sum
 #   None, bools, types        none; batches that differ in one are of two kinds
 #   floats, all else          none
-#
-# Where something is of a kind in which a size can hide (strings, objects, floats), each step is measured.
+# If a batch holds something in which a size can hide (strings, objects, floats), each step is measured.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """A batch as planning sees it.
+    """A batch as the planner sees it.
 
     Attributes:
-        kind: What batches that can be compared have in common: places, types and numbers of dimensions of what is in
-            them, which modules train, which parameters get gradients, autocast.
+        kind: The properties that comparable batches share: places, types and numbers of dimensions of their items,
+            which modules train, which parameters get gradients, autocast.
         shape: All sizes, in an order that the kind fixes. See NOTE [ What of a batch is a size ]
         tensors: The tensors.
         words: The sizes, for people.
-        hides: Whether there may be sizes that cannot be seen.
+        hides: Whether the batch may have invisible sizes.
     """
 
     kind: tuple[object, ...]
@@ -56,14 +54,14 @@ class Look:
 
 
 def look_of(model: nn.Module, batch: object, shape_of: ShapeOf | None, device: torch.device) -> Look:
-    """Return how a batch looks.
+    """Return the look of a batch.
 
     Raises:
-        StepError: It has no sizes, or `shape_of` returns none.
+        StepError: The batch has no sizes, or `shape_of` returns none.
     """
     opened = dict(cast("Mapping[object, object]", batch)) if isinstance(batch, Mapping) else batch
     tensors: list[Tensor] = []
-    # By place, so that the order of the keys of a dict is no matter.
+    # By place, so that the order of the keys of a dict does not matter.
     placed = sorted(leaves_of(split(opened, tensors, [])), key=lambda one: one[0])
     state = _state_of(model, device)
     if shape_of is not None:
@@ -94,7 +92,7 @@ def look_of(model: nn.Module, batch: object, shape_of: ShapeOf | None, device: t
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """What is at one place of a batch, or at all places of a list."""
+    """The leaf at one place of a batch, or the leaves at all places of a list."""
 
     kind: tuple[object, ...]
     place: str
@@ -109,7 +107,7 @@ class _Part:
 
 # The number of an item of a list.
 _NUMBER = re.compile(r"\[\d+\]")
-# What has no size, and of which one value may make another step than the other.
+# Types without a size, of which different values may make different steps.
 _SWITCHES = (type(None), bool, torch.dtype, torch.device, type)
 
 
@@ -119,7 +117,7 @@ def _part_of(place: str, tensor: Tensor) -> _Part:
 
 
 def _parts_of(place: str, leaves: list[object]) -> Iterator[_Part]:
-    """Yield what there is of leaves that are no tensors, at the places of one list, or at one place."""
+    """Yield the parts for leaves that are no tensors, at the places of one list, or at one place."""
     if len(leaves) == 1 and isinstance(leaves[0], _SWITCHES):
         yield _Part(kind=(place, leaves[0]), place=place, sizes=())
         return
@@ -131,7 +129,7 @@ def _parts_of(place: str, leaves: list[object]) -> Iterator[_Part]:
         sizes: Shape = ()
         if len(ranks) == 1:
             most = tuple(max(sizes) for sizes in zip(*dimensions, strict=True))
-            # Of one there is nothing to add up, and each size that varies takes more profiles.
+            # A single leaf needs no sum, and each size that varies takes more profiles.
             sizes = most if len(leaves) == 1 else (len(own), *most, sum(math.prod(one) for one in dimensions))
         hides = len(ranks) != 1 or not all(_is_whole(one) for one in own)
         yield _Part(kind=(place, kind, len(leaves) == 1, len(sizes)), place=place, sizes=sizes, hides=hides)
@@ -141,7 +139,7 @@ def _parts_of(place: str, leaves: list[object]) -> Iterator[_Part]:
 
 
 def _dimensions(leaf: object) -> Shape | None:
-    """Return the sizes of something that is no tensor; None if it has none."""
+    """Return the sizes of an object that is no tensor; None if it has none."""
     if isinstance(leaf, int):
         return (max(0, leaf),)
     shape = getattr(leaf, "shape", None)
@@ -151,7 +149,7 @@ def _dimensions(leaf: object) -> Shape | None:
 
 
 def _is_whole(leaf: object) -> bool:
-    """Return whether nothing that decides what a step needs can hide in a leaf beside its sizes."""
+    """Return whether the sizes of a leaf are all that the bytes of a step can depend on."""
     return isinstance(leaf, (int, np.ndarray, np.generic))
 
 

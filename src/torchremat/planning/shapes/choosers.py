@@ -1,10 +1,10 @@
 """The tree for a shape, in milliseconds.
 
-Where units have options, there is one table to build, and the search is made at the shape itself. Where they are taken
-apart instead there are many, which take as long as some steps. What is found depends on the ratios of bytes and costs,
-and those change slowly with the shape. So the trees of a ladder of limits are found at the largest shape that was
-learned, each when it is first needed; at any other shape the fitted profile says exactly which of them fits, and
-regions that the limit leaves room for are dissolved.
+Where units have options, only one table is built, and the search runs at the shape itself. Where units are split
+instead, many tables are built, which takes as long as some steps. The result depends on the ratios of bytes and costs,
+and these change slowly with the shape. So the trees of a ladder of limits are found at the largest learned shape, each
+when it is first needed; at any other shape the fitted profile decides exactly which of them fits, and regions are
+dissolved where the limit leaves room.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from torchremat.schedules.chain import Tree
 
 # The limits of the ladder: this ratio apart, from the plain step down to the floor.
 _RUNG = 0.9
-# For so many rungs all mixtures of units are tried, and so many of the best at each are for the others.
+# For the first rungs, this many, all mixtures of units are tried; and this many of the best at each for the other
+# rungs.
 _WITH_ALL = 2
 _PROMISING = 3
-# Trees that are judged to polish one.
+# Number of trees judged to polish one.
 _JUDGED = 16
-# A unit with so many options is not taken apart as well: it would win little, and tables are built for each shape.
+# A unit with at least this many options is not split as well: that would gain little, and tables are built for each
+# shape.
 _MANY_OPTIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundTree:
-    """A tree, and the calls whose units it takes apart."""
+    """A tree, and the calls whose units it splits."""
 
     split: frozenset[int]
     tree: Tree
@@ -63,7 +65,7 @@ class Chooser:
 
         Args:
             cover: The shape.
-            limit_bytes: Over the bytes at the start of the step; what the prediction may be off by is left free.
+            limit_bytes: Limit over the bytes at the start of the step; the error bound of the prediction is left free.
         """
         solvers: dict[frozenset[int], Solver] = {}
 
@@ -102,7 +104,7 @@ class Chooser:
 
     @property
     def takes_apart(self) -> bool:
-        """Whether units are taken apart; not if all that could be have options instead: then there is one table."""
+        """Whether units are split; not if all divisible units have options instead: then one table suffices."""
         pair = self.search.pair
         own = zip(pair.blocks.units.units, pair.blocks.options, strict=False)
         return not divisible(pair) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}
@@ -115,7 +117,7 @@ class Chooser:
         return (found, frozenset[int]()) if found.prediction.peak_bytes <= limit_bytes else None
 
     def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
-        """Return the tree that needs least, at a shape."""
+        """Return the tree with the lowest peak at a shape."""
         if not self.takes_apart:
             return Solver(self.family.profile(cover), self.cost_unit).floor, frozenset[int]()
         found = self.floor
@@ -127,8 +129,8 @@ class Chooser:
         if self._search is None or self._searched != self.family.changes:
             pair = self.family.largest
             if self.operators:
-                # For flops, whatever is minimised: the executor's own seconds, which forbid options where steps are
-                # short, are weighed at each shape.
+                # For flops, whatever the cost is: the executor's overhead, which forbids options where steps are short,
+                # is weighed at each shape.
                 pair = self.family.store_profile(selections_of(pair.blocks, "flops"), self.cost_unit)
             self._search = Search(pair, self.cost_unit, operators=False)
             self._searched = self.family.changes
@@ -138,7 +140,7 @@ class Chooser:
 
     @property
     def _solvers(self) -> list[Solver]:
-        """Those to ask for a rung: all for the first ones, later those that were good at them."""
+        """The solvers to ask for a rung: all for the first rungs, later those that were good at them."""
         solvers = list(self.search.solvers)
         return solvers if len(self._rungs) < _WITH_ALL else [one for one in solvers if one in self._promising]
 
@@ -148,7 +150,7 @@ class Chooser:
         return _found(self.search.pair, self.search.floor)
 
     def _down_from(self, plain: Candidate, limit_bytes: int) -> range:
-        """The rungs to try: from a little more than this limit is of the plain step, down to nothing."""
+        """The rungs to try: from a little more than this limit as a share of the plain step, down to nothing."""
         if limit_bytes <= 0:
             return range(0)
         share, first = limit_bytes / max(1, plain.prediction.peak_bytes), 0

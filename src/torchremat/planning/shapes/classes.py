@@ -1,4 +1,4 @@
-"""Classes of shapes, each with a tree that is ready to be put on the model; and all that was learned to make them."""
+"""Classes of shapes, each with a tree ready to be put on the model; and everything learned to make them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchremat.planning.shapes.fits import Cover, Shape
 from torchremat.planning.simulator.prediction import Prediction
 from torchremat.schedules.chain import RegionNode, Tree
 
-# Kinds of batches that are remembered, with their profiles; of more, those that did not come for the longest time go.
+# Kinds of batches that are remembered, with their profiles; beyond that, the least recently seen are dropped.
 _MOST_KINDS = 32
 
 
@@ -27,12 +27,12 @@ class PlannedShape:
 
     Attributes:
         shape: The largest shape of the class.
-        steps: Steps that ran under it.
+        steps: Number of steps that ran under it.
         peak_bytes: Predicted peak at that shape.
         measured_bytes: The highest measured peak; None if none of its steps was measured.
         slowdown: Predicted seconds of a step over those of a plain one.
         recomputed_flops: Flops that recomputes add.
-        recomputed_calls: Forwards of units that recomputes run; some, as those of norms, have no flops.
+        recomputed_calls: Number of unit forwards that recomputes run; some, like those of norms, have no flops.
     """
 
     shape: Shape
@@ -49,18 +49,18 @@ class ShapeClass:
     """A class of shapes.
 
     Attributes:
-        family: What its figures come from.
-        state: That of the family when this was planned.
-        cover: How they do, at the largest shape of the class.
-        split: Calls whose units are taken apart.
+        family: The source of its figures.
+        state: The state of the family when the class was planned.
+        cover: How its figures follow from the family, at the largest shape of the class.
+        split: Calls whose units are split.
         tree: The choice.
-        calls: How its units are recognised.
-        held: What units hold that are kept in part.
-        fixed_bytes: What lies in memory before a step.
-        prediction: What a step needs over that.
+        calls: The keys that identify its units.
+        held: The operators whose outputs units kept in part hold.
+        fixed_bytes: Live bytes before a step.
+        prediction: The prediction of a step, over `fixed_bytes`.
         slowdown: Predicted seconds of a step over those of a plain one.
-        fits: Whether that is within the budget; if not, the tree is the one that needs least.
-        steps: Steps that ran under it.
+        fits: Whether the peak is within the budget; if not, the tree is the one with the lowest peak.
+        steps: Number of steps that ran under it.
         measured_bytes: The highest measured peak, if any was.
     """
 
@@ -85,7 +85,7 @@ class ShapeClass:
 
     @property
     def spare_bytes(self) -> int:
-        """What a step may need beyond that."""
+        """Bytes that a step may need beyond the predicted peak."""
         return self.family.spare_bytes(self.cover, self.prediction.peak_bytes)
 
     @property
@@ -95,7 +95,7 @@ class ShapeClass:
 
     @property
     def planned(self) -> PlannedShape:
-        """The class for people to read."""
+        """The class in readable form."""
         return PlannedShape(
             shape=self.cover.shape,
             steps=self.steps,
@@ -109,7 +109,7 @@ class ShapeClass:
 
 @dataclass(eq=False)
 class _Kind:
-    """What is known of batches that look alike."""
+    """Everything learned from batches that look alike."""
 
     families: Families = field(default_factory=Families)
     choosers: dict[Family, Chooser] = field(default_factory=dict[Family, Chooser])
@@ -117,12 +117,12 @@ class _Kind:
 
 
 class Classes:
-    """The classes of shapes that have come so far, under one limit.
+    """The classes of the shapes seen so far, under one limit.
 
     Args:
-        limit_bytes: What a step may need, absolute.
+        limit_bytes: Limit for the peak of a step, absolute.
         cost: What to minimise.
-        most: How many classes are kept.
+        most: Number of classes to keep.
         operators: Whether units may be kept in part.
     """
 
@@ -138,13 +138,13 @@ class Classes:
         return iter(self._classes.values())
 
     def learn(self, look: Look, pair: ProfilePair) -> None:
-        """Note the profile of a batch."""
+        """Record the profile of a batch."""
         self._kind(look).families.learn(look.shape, pair)
 
     def takes_apart(self, look: Look) -> bool:
-        """Return whether a profile of a batch should show the calls inside of units, which takes as long again.
+        """Return whether a profile of a batch should show the calls inside units, which doubles its time.
 
-        Not if all of them can be kept in part, as far as that can be told before the profile is there.
+        It should not if all units can be kept in part, judged by the information available before the profile.
         """
         kind = self._kind(look)
         if kind.takes_apart is None and kind.families.families:
@@ -160,7 +160,7 @@ class Classes:
         self._classes = OrderedDict((key, one) for key, one in self._classes.items() if one is not planned)
 
     def find(self, look: Look) -> ShapeClass | None:
-        """Return the class of a batch, planned now if it was not or if more is known by now; None: learn it first."""
+        """Return the class of a batch, planned now if it is new or if more was learned since; None: learn it first."""
         kind = self._kind(look)
         found = kind.families.find(look.shape)
         if found is None:

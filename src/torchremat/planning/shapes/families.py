@@ -1,9 +1,9 @@
-"""Shapes that take the same way through a model, and what was learned of them.
+"""Shapes with the same control flow through a model, and the figures learned from them.
 
-A family is what its form says: the same calls, the same storages, alive as long, the same units. Within one, figures
-are fitted over shapes. A model may take other ways for other shapes (`if length > n`); a profile of another form begins
-another family. Which way a shape takes that nobody has run is not known: if its neighbours below and above are of
-different families, it has to be learned.
+A family is defined by its form: the same calls, the same storages with the same live ranges, the same units. Within a
+family, figures are fitted over shapes. The control flow of a model may depend on the shape (`if length > n`); a profile
+of another form begins another family. The control flow of a shape that never ran is unknown: if its neighbours below
+and above belong to different families, the shape has to be learned.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torchremat.planning.searches.options import Selections, options_with
 from torchremat.planning.shapes.figures import Figures, ProfileForm, figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import Cover, Shape, cover
 
-# How far beyond the shapes that were seen a fit is believed: four times, in every dimension.
+# How far beyond the shapes seen a fit is trusted: four times, in every dimension.
 _REACH_OCTAVES = 2.0
-# Within this of a shape whose bytes were measured, others are believed without that.
+# Within this distance of a shape whose bytes were measured, other shapes are trusted without measuring.
 _NEAR_OCTAVES = 0.33
-# Families of batches that look alike; more than that is no matter of shapes.
+# Most families of batches that look alike; more than that do not come from shapes.
 _MOST_FAMILIES = 8
-# So many fitted profiles are at hand: those of one shape, and some.
+# Number of cached fitted profiles: those of one shape, and some.
 _MOST_FITTED = 16
-# What is left free for each octave beyond the shapes that were seen.
+# Share that is left free for each octave beyond the shapes seen.
 _BEYOND_SHARE = 0.02
 
 
@@ -39,11 +39,11 @@ class Family:
     """The learned shapes of one form.
 
     Attributes:
-        shapes: Those with a profile.
+        shapes: The shapes with a profile.
         pair: Their profiles.
         measured: Shapes whose steps were measured under a plan.
-        over_share: By how much the worst of them was above its prediction.
-        changes: How often a shape was learned.
+        over_share: By how much the worst measured step was above its prediction, as a share.
+        changes: Number of times that a shape was learned.
         has_told_calls: Whether hooks see the calls that a trace sees; not where a model calls `forward` of a module.
     """
 
@@ -55,11 +55,11 @@ class Family:
         self.over_share = 0.0
         self.has_told_calls = True
         self.changes = 0
-        # The profiles as they are mixed: with boundaries in common, and with what is offered.
+        # The profiles prepared for mixing: with common boundaries, and with options.
         self._mixable: list[ProfilePair] = []
         # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
         self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
-        # What was asked for last, by shape and by the calls that are split.
+        # The last requested profiles, by shape and by the calls that are split.
         self._fitted: dict[tuple[Shape, frozenset[int]], Profile] = {}
 
     def add(self, shape: Shape, pair: ProfilePair) -> None:
@@ -72,7 +72,7 @@ class Family:
         self._mix(self.pair)
 
     def forget(self, shape: Shape) -> None:
-        """Take a learned shape away."""
+        """Remove a learned shape."""
         place = self.shapes.index(shape)
         del self.shapes[place], self.pair[place]
         self._mix(self.pair)
@@ -81,11 +81,11 @@ class Family:
         """Let units hold the outputs of some operators, at every shape; until another shape is learned.
 
         Args:
-            selections: Which, by unit.
-            cost: What is minimised.
+            selections: The operators, by unit.
+            cost: The quantity to minimise.
 
         Returns:
-            The profile at the largest shape with that.
+            The profile at the largest shape with these options.
         """
         found = options_with([pair.blocks for pair in self.pair], selections, cost)
         pairs = zip(self.pair, found, strict=True)
@@ -101,7 +101,7 @@ class Family:
 
     @property
     def state(self) -> tuple[int, float]:
-        """What plans hang on: they are made anew when it changes."""
+        """The state that plans depend on: they are made anew when it changes."""
         return self.changes, self.over_share
 
     def knows(self, shape: Shape) -> bool:
@@ -109,7 +109,7 @@ class Family:
         return shape in self.shapes
 
     def takes(self, names: list[str]) -> bool:
-        """Return whether these are the modules that are called, in order, as far as that can be told."""
+        """Return whether these are the called modules, in order; True if the family cannot tell."""
         return not self.has_told_calls or names == [call.name for call in self.largest.blocks.units.trace.calls]
 
     @property
@@ -119,16 +119,16 @@ class Family:
 
     @property
     def largest(self) -> ProfilePair:
-        """The profile at the largest shape, as it is mixed."""
+        """The profile at the largest shape, prepared for mixing."""
         return max(zip(self.shapes, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
 
     def cover(self, shape: Shape, *, exact: bool = False) -> Cover | None:
-        """Return how figures at a shape follow from the learned ones; None if they do not, or reach not so far."""
+        """Return how figures at a shape follow from the learned ones; None if they do not, or the shape is too far."""
         found = cover(self.shapes, shape, exact=exact)
         return found if found is not None and self.beyond(shape) <= _REACH_OCTAVES else None
 
     def beyond(self, shape: Shape) -> float:
-        """Return by how many octaves a shape is beyond all that were seen, in the worst dimension."""
+        """Return by how many octaves a shape is beyond all shapes seen, in the worst dimension."""
         seen = np.array([*self.shapes, *self.measured]).max(axis=0)
         return max((math.log2(max(a, 1) / max(b, 1)) for a, b in zip(shape, seen.tolist(), strict=True)), default=0.0)
 
@@ -155,7 +155,7 @@ class Family:
         return with_figures(profiles[nearest], found.weights @ figures[points])
 
     def fixed_bytes(self, found: Cover) -> int:
-        """Return what lies in memory before a step of a shape: the most that was found there, but for the inputs."""
+        """Return the live bytes before a step of a shape: the most that was found, with the inputs at this shape."""
         most = 0
         for own in (pair.blocks for pair in self.pair):
             state = 0 if own.optimizer is None else own.optimizer.state_bytes
@@ -169,13 +169,13 @@ class Family:
         return 0 if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes
 
     def spare_bytes(self, found: Cover, rise_bytes: int) -> int:
-        """Return what a step at a shape may need more than predicted, of a predicted rise."""
+        """Return how many bytes a step at a shape may need beyond its predicted rise."""
         share = self.over_share + _BEYOND_SHARE * max(0.0, self.beyond(found.shape))
         return found.noise_bytes + math.ceil(share * rise_bytes)
 
 
 class Families:
-    """The families of batches that look alike: as many tensors with as many dimensions, of the same types."""
+    """The families of batches that look alike: equal numbers of tensors and dimensions, and equal types."""
 
     def __init__(self) -> None:
         self.families: list[Family] = []
@@ -201,7 +201,7 @@ class Families:
         return family
 
     def find(self, shape: Shape, *, exact: bool = False) -> tuple[Family, Cover] | None:
-        """Return the family that a shape belongs to, and how its figures follow; None if it has to be learned."""
+        """Return the family of a shape, and how its figures follow; None if the shape has to be learned."""
         seen = [(one, family) for family in self.families for one in (*family.shapes, *family.measured)]
         below = _nearest(shape, ((one, family) for one, family in seen if _fits_into(one, shape)))
         above = _nearest(shape, ((one, family) for one, family in seen if _fits_into(shape, one)))
@@ -213,7 +213,7 @@ class Families:
 
 
 def apart(one: Shape, other: Shape) -> float:
-    """Return how far two shapes are apart, in octaves of the dimension that differs most."""
+    """Return the distance of two shapes, in octaves of the dimension that differs most."""
     pairs = zip(one, other, strict=True)
     return max((abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs), default=0.0)
 

@@ -1,9 +1,9 @@
-"""What of a profile depends on the shapes of a batch, and what does not.
+"""The split of a profile into a form, which is independent of shapes, and figures, which depend on them.
 
-    form       the calls, storages, lifetimes, units, the order of backward: the same for every batch of a family
+    form       the calls, storages, live ranges, units, the order of backward: the same for every batch of a family
     figures    bytes and flops, in an order that the form fixes: one row of numbers for each shape
 
-Missing on purpose: seconds. They are noisy, so no curve goes through them; those of the nearest shape are scaled.
+Missing on purpose: seconds. They are noisy, so no curve fits them; the seconds of the nearest shape are scaled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchremat.planning.profiles.units import Units
 
 Figures = NDArray[np.float64]
 
-# Of `UnitBytes`: all that is a number of bytes.
+# All byte counts of `UnitBytes`.
 _SIZES = (
     "inside_bytes",
     "drop_peak_bytes",
@@ -35,7 +35,7 @@ _SIZES = (
     "settle_bytes",
     "recast_bytes",
 )
-# Of `OptionBytes`: all that is a number of bytes or flops.
+# All byte and flop counts of `OptionBytes`.
 _OPTION_SIZES = (
     "kept_bytes",
     "forward_peak_bytes",
@@ -49,18 +49,18 @@ _OPTION_SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileForm:
-    """All of a profile that shapes may not change, to be compared.
+    """The parts of a profile that shapes may not change, for comparison.
 
     Attributes:
-        blocks: Of the calls, and of the units.
-        leaves: Of the calls inside of units; None if they were not watched.
+        blocks: Form of the calls, and of the units.
+        leaves: Form of the calls inside units; None if they were not watched.
     """
 
     blocks: tuple[object, ...]
     leaves: tuple[object, ...] | None
 
     def fits(self, other: ProfileForm) -> bool:
-        """Return whether two profiles are of one form, as far as both show it."""
+        """Return whether two profiles have the same form, in the parts that both have."""
         return self.blocks == other.blocks and (None in (self.leaves, other.leaves) or self.leaves == other.leaves)
 
 
@@ -118,9 +118,9 @@ def _figures(profile: Profile) -> Iterator[int]:
 
 
 def with_figures(profile: Profile, figures: Figures) -> Profile:
-    """Return a profile of the same form with other figures; its seconds are scaled as its flops are.
+    """Return a profile of the same form with other figures; its seconds are scaled like its flops.
 
-    Figures between two integers are rounded up. Those that cannot be negative are at least 0.
+    Fractional figures are rounded up. Figures that cannot be negative are at least 0.
     """
     numbers = iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
 

@@ -1,13 +1,13 @@
-"""Figures at a shape that nobody has run, from figures at shapes that were.
+"""Figures at a shape that never ran, from figures at shapes that did.
 
-The bytes of a tensor are a product of dimensions, and so are the flops of an operator; sums and differences of those
+The bytes of a tensor are a product of dimensions, and so are the flops of an operator; sums and differences of these
 are polynomials. So a few shapes determine every figure, all with the same weights:
 
     figures at x = sum of w_i(x) * figures at point i
 
-Least squares in monomials gives the weights, so they do not depend on the figures. Where there are more points than
-monomials, what is left over is noise, and its worst is a margin. Where there are not enough points, or x has something
-that no point has (a dimension that was always 8), there are no weights: the shape has to be learned first.
+Least squares in monomials gives the weights, so they do not depend on the figures. With more points than monomials, the
+residual is noise, and its maximum is a margin. With too few points, or if x varies in a dimension that no point varies
+in (one that was always 8), no weights exist: the shape has to be learned first.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
 
-# Twice what a point is off by at most: kernels choose workspace by alignment.
+# Twice the largest error of a point: kernels choose workspace by alignment.
 _NOISE_BYTES = 512
 # Weights beyond this turn the noise of a point into megabytes.
 _MOST_WEIGHT = 10_000.0
-# A shape that is known with a dimension up to so many times larger stands for a smaller one.
+# A known shape with a dimension up to this many times larger can stand for a smaller shape.
 _STANDS_FOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cover:
-    """How the figures at a shape follow from those at some points.
+    """The weights that give the figures at a shape from the figures at some points.
 
     Attributes:
-        shape: The shape that they are those of, at least as large as the one asked for in every dimension.
+        shape: The shape of the figures, at least as large as the requested shape in every dimension.
         points: Indices of the points.
-        weights: Of each of them.
-        noise_bytes: What a figure may be off by.
+        weights: The weight of each point.
+        noise_bytes: Largest error of a figure.
     """
 
     shape: Shape
@@ -58,12 +58,12 @@ def rounded(size: int) -> int:
 
 
 def cover(points: Sequence[Shape], shape: Shape, *, exact: bool = False) -> Cover | None:
-    """Return how figures at a shape follow from those at points, or None if the points do not determine them.
+    """Return how figures at a shape follow from the figures at points, or None if the points do not determine them.
 
     Args:
-        points: The shapes for which there are figures.
-        shape: The one asked for, with as many dimensions.
-        exact: Whether the shape itself is meant, and not the class that it falls into.
+        points: The shapes with known figures.
+        shape: The requested shape, with equally many dimensions.
+        exact: Whether to cover the shape itself instead of its class.
     """
     return _cover(points, tuple(range(len(points))), shape, exact=exact)
 
@@ -95,7 +95,7 @@ def _cover(points: Sequence[Shape], chosen: tuple[int, ...], shape: Shape, *, ex
     if weights is not None:
         noise = float(np.linalg.norm(weights))
         return Cover(shape=tuple(wanted), points=chosen, weights=weights, noise_bytes=int(noise * _NOISE_BYTES))
-    for column in firsts:  # too few points for all that varies: those that agree in a dimension may be enough
+    for column in firsts:  # too few points for all varying sizes: points that agree in a dimension may suffice
         for value in sorted({points[index][column] for index in chosen}):
             if shape[column] == value or shape[column] < value < _STANDS_FOR * shape[column]:
                 some = tuple(index for index in chosen if points[index][column] == value)
@@ -106,7 +106,7 @@ def _cover(points: Sequence[Shape], chosen: tuple[int, ...], shape: Shape, *, ex
 
 
 def _alike(table: NDArray[np.float64]) -> list[list[int]]:
-    """Return the columns, those together that are equal at every point: the length of the tokens and of the targets."""
+    """Return the columns, grouped if equal at every point, like the lengths of the tokens and of the targets."""
     groups: dict[bytes, list[int]] = {}
     for column in range(table.shape[1]):
         groups.setdefault(np.ascontiguousarray(table[:, column]).tobytes(), []).append(column)
@@ -127,15 +127,15 @@ def _weights(points: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArra
     asked = np.prod((wanted / scale) ** exponents, axis=1)
     weights = asked @ np.linalg.pinv(features, rcond=1e-9)
     if float(np.abs(weights @ features - asked).max()) > 1e-6 * max(1.0, float(asked.max())):
-        return None  # the points lie on a line, say, and the shape beside it
+        return None  # for example, the points are on a line, and the shape is not
     return weights if float(np.linalg.norm(weights)) <= _MOST_WEIGHT else None
 
 
 def _monomials(symbols: int) -> tuple[list[Shape], list[Shape]]:
-    """Return the exponents of the monomials that a fit needs, and of those that it has where there are enough points.
+    """Return the exponents of the monomials that a fit needs, and of those that it adds with enough points.
 
-    Bytes of a batch of b sequences of length t go with 1, b, t, b t and, where attention is explicit, b t t; a mask of
-    t t that all sequences share is small.
+    Bytes of a batch of b sequences of length t scale with 1, b, t, b t and, where attention is explicit, b t t; a mask
+    of t t that all sequences share is small.
     """
     unit = np.eye(symbols, dtype=int)
     one, squares = [unit[i] for i in range(symbols)], [2 * unit[i] for i in range(symbols)]

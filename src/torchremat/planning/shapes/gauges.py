@@ -1,4 +1,4 @@
-"""What a real step did: its peak, as the allocator saw it, and the calls that it made."""
+"""Measurements of a real step: its peak, as the allocator saw it, and its calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchremat.measuring.profiled import profiler_is_active
 
 @dataclass
 class Gauge:
-    """What a block needed, once it has ended.
+    """The measured bytes of a block, once it has ended.
 
     Attributes:
-        rise_bytes: The most bytes live at once over those at its start; None if that was not measured.
+        rise_bytes: Its peak over the live bytes at its start; None if not measured.
     """
 
     rise_bytes: int | None = None
@@ -32,9 +32,9 @@ class Gauge:
 def gauge(device: torch.device, *, wanted: bool) -> Generator[Gauge]:
     """Measure the peak of a block.
 
-    A device that counts does so anyway; there every block is measured that sets a new record of the process, and others
-    were within one that was measured. The counters are read, never reset. On the CPU only the profiler knows, which
-    costs some time, so a block is measured if that is `wanted`, and not under a profiler of the user's.
+    A device with counters counts anyway; there each block that sets a new record of the process is measured, and any
+    other block stayed within a measured one. The counters are read, never reset. On the CPU only the profiler knows the
+    peak, which costs some time, so a block is measured if `wanted`, and not under a profiler of the user's.
     """
     found = Gauge()
     accelerator = accelerator_of(device)
@@ -53,7 +53,7 @@ def gauge(device: torch.device, *, wanted: bool) -> Generator[Gauge]:
 
 @contextmanager
 def calls_noted(model: nn.Module) -> Generator[list[str]]:
-    """Note the names of the modules that are called in a block, in order; not those that its backward calls."""
+    """Record the names of the modules that a block calls, in order, without those that its backward calls."""
     names: list[str] = []
 
     def note(name: str) -> Callable[[nn.Module, object], None]:

@@ -1,12 +1,13 @@
-"""A backward before whose gradient all regions are recomputed, the last one first.
+"""A backward with all regions recomputed before the gradient arrives, the last one first.
 
-    forward's end    what a tree keeps
-    meanwhile        beside it what has been recomputed, and the peak of the recompute that runs
-    backward         all that a tree without regions has, until the backward comes to it
+    forward's end    the bytes that a tree keeps
+    meanwhile        in addition all recomputed tensors, and the peak of the running recompute
+    backward         all bytes of a tree without regions, each until the backward reaches it
 
-How many regions are recomputed by the time the gradient comes is not known. The highest of all and of none is a bound
-for any number: one that was reached finds in the backward what it finds after all, one that was not what it finds after
-none, and before the backward there is less than of all.
+The number of regions recomputed by the time the gradient arrives is unknown. The larger of the peaks for all and for
+none bounds the peak for any number: a region that was reached sees in the backward the same as if all were recomputed,
+a region that was not reached sees the same as if none were, and before the backward fewer bytes are live than with all
+recomputed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torchremat.planning.simulator.simulator import MemorySimulator
 
 
 def recomputed_ahead(simulator: MemorySimulator) -> Iterator[Live | RanForward]:
-    """Recompute all regions of a walk that has come to the end of its forward, as `Session.recompute` does.
+    """Recompute all regions of a simulation that has reached the end of its forward, as `Session.recompute` does.
 
-    What a nested region takes is recomputed for it, by the regions around it.
+    The regions around a nested region recompute its inputs.
     """
     simulator.is_ahead = True
     simulator.bytes = dict(simulator.bytes)
@@ -34,11 +35,11 @@ def recomputed_ahead(simulator: MemorySimulator) -> Iterator[Live | RanForward]:
 
 
 def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes: int) -> tuple[int, int]:
-    """Return the highest live bytes while all is recomputed ahead, and from there on; over those before the forward.
+    """Return the peaks of the recompute ahead and of the rest of the step, over the live bytes before the forward.
 
     Args:
-        profile: Of a step.
-        simulator: Under a tree.
+        profile: Profile of a step.
+        simulator: Simulator of a tree.
         kept_bytes: Live bytes at the end of the forward.
     """
     for _ in simulator.forward():

@@ -1,7 +1,7 @@
-"""Which graphs the units of a step leave, how long they last, and whether a backward comes to them.
+"""Which graphs the units of a step leave, how long they live, and whether a backward reaches them.
 
-Most graphs last until their backward. One that no backward comes to lasts as long as anybody has what came out of it:
-`y.detach()` loses that of `y` with `y`. Until then what was saved for it is held, and so is a region in it.
+Most graphs live until their backward. A graph that no backward reaches lives as long as its outputs are referenced:
+after `y.detach()`, the graph of `y` dies with `y`. Until then its saved tensors are held, and so are its regions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 class Graphs:
-    """The graphs of a walk.
+    """The graphs of a simulation.
 
     Args:
-        sizes: Of the units.
+        sizes: Bytes of the units.
         until: For each unit the time in the trace until which it has a graph; -1 if it leaves none.
         end: The time at which the forward has ended.
     """
@@ -25,31 +25,31 @@ class Graphs:
     def __init__(self, sizes: Sequence[UnitBytes], until: Sequence[int], end: int) -> None:
         self._until = until
         self._end = end
-        # How many units before each have something that backward needs.
+        # For each unit, how many units before it have something that backward needs.
         self._needed = [0, *accumulate(size.has_backward for size in sizes)]
         self._idle: list[tuple[int, KeepNode | RegionNode]] = []
 
     def has_any(self, node: KeepNode | RegionNode) -> bool:
-        """Whether a node leaves a graph; one that leaves none holds nothing."""
+        """Whether a node leaves a graph; a node without a graph holds nothing."""
         return self._has_backward(node) or self._last(node) >= 0
 
     def waits(self, node: KeepNode | RegionNode) -> bool:
-        """Whether a recompute has anything to give to a node: graphs that are gone by then take nothing."""
+        """Whether a recompute has anything to give to a node: graphs that are freed by then take nothing."""
         return self._has_backward(node) or self._last(node) >= self._end
 
     def note(self, node: KeepNode | RegionNode) -> None:
-        """Note a top-level node that has run, if no backward comes to the graph that it leaves."""
+        """Record a top-level node that has run, if no backward reaches the graph that it leaves."""
         if not self._has_backward(node) and self._last(node) >= 0:
             self._idle.append((self._last(node), node))
 
     def lost(self, time: int) -> list[KeepNode | RegionNode]:
-        """Return the noted nodes whose graphs are gone by now, and forget them."""
+        """Return the recorded nodes whose graphs are freed by now, and forget them."""
         gone = [node for until, node in self._idle if until < time]
         self._idle = [one for one in self._idle if one[0] >= time]
         return gone
 
     def _has_backward(self, node: KeepNode | RegionNode) -> bool:
-        """Whether anything in a node is needed in backward."""
+        """Whether backward needs anything in a node."""
         return self._needed[node.last + 1] > self._needed[node.first]
 
     def _last(self, node: KeepNode | RegionNode) -> int:

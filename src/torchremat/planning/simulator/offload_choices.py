@@ -1,4 +1,4 @@
-"""What of a unit can go into a store, and what that takes: the words of plans with stores."""
+"""Which saved tensors of a unit can go into a store, and at what cost: the vocabulary of plans with stores."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from torchremat.tensors.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """One storage that a unit saves, as a store takes it and gives it back, measured.
+    """One storage that a unit saves, measured while a store takes it and gives it back.
 
     Attributes:
-        place: The number of the tensor among all that the unit saves; the last one, if several share the storage.
-        storage: The boundary storage that it is, which other units may give to the store as well; None if it is one
-            of the unit alone.
-        leaves: Whether its memory goes. What somebody else has stays, and so does what the store itself keeps.
-        bytes: What is allocated when it is back.
-        held_bytes: What the store holds on the device in its place.
-        passing_bytes: What the store has made of it and reads until it has left.
-        ahead_bytes: What is allocated when the store begins to bring it back.
-        put_peak_bytes: Highest live bytes while it is put, over those before.
-        get_peak_bytes: Highest live bytes while it is brought back, over those before the store has begun.
+        place: The number of the tensor among all saved tensors of the unit; the last number if several share the
+            storage.
+        storage: Its boundary storage, which other units may also give to the store; None if only this unit has the
+            storage.
+        leaves: Whether its memory is freed. Memory stays if something else references it, or if the store itself keeps
+            it.
+        bytes: Bytes allocated when it is back.
+        held_bytes: Bytes that the store holds on the device in its place.
+        passing_bytes: Bytes of the store's intermediate form, which the store reads until the storage has left.
+        ahead_bytes: Bytes allocated when the store begins to bring it back.
+        put_peak_bytes: Peak of the put, over the live bytes before.
+        get_peak_bytes: Peak while it is brought back, over the live bytes before the store has begun.
     """
 
     place: int
@@ -41,17 +43,17 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSize:
-    """What one unit gives to one store. Bytes are those of the device that is planned for.
+    """The payload that one unit gives to one store. Bytes are those of the planned device.
 
     Attributes:
-        parcels: In the order in which they are put, which is also that in which they are brought back.
+        parcels: Its parcels in the order of the puts; they are brought back in the same order.
     """
 
     parcels: tuple[Parcel, ...]
 
     @cached_property
     def leaving(self) -> tuple[Parcel, ...]:
-        """Those whose memory goes."""
+        """The parcels whose memory is freed."""
         return tuple(parcel for parcel in self.parcels if parcel.leaves)
 
     @cached_property
@@ -61,38 +63,38 @@ class OffloadSize:
 
     @cached_property
     def inside_bytes(self) -> int:
-        """Bytes of the others that leave."""
+        """Bytes of the other storages that leave."""
         return sum(parcel.bytes for parcel in self.leaving if parcel.storage is None)
 
     @cached_property
     def all_bytes(self) -> int:
-        """Both together."""
+        """Bytes of all storages that leave, boundary and inside."""
         return sum(parcel.bytes for parcel in self.leaving)
 
     @property
     def tensors(self) -> int:
-        """How many tensors leave."""
+        """The number of tensors that leave."""
         return len(self.leaving)
 
     @cached_property
     def held_bytes(self) -> int:
-        """What the store holds on the device in the place of all of them."""
+        """Bytes that the store holds on the device in place of all parcels."""
         return sum(parcel.held_bytes for parcel in self.parcels)
 
     @cached_property
     def comes_ahead(self) -> bool:
-        """Whether all of it is allocated when the store begins to bring it back."""
+        """Whether everything is allocated when the store begins to bring it back."""
         return all(parcel.ahead_bytes >= parcel.bytes for parcel in self.leaving)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """What moves take in one direction, measured.
+    """The cost of transfers in one direction, measured.
 
     Attributes:
-        tensor_s: Of one tensor, whatever its size, if it is waited for.
-        byte_s: Of one byte, likewise.
-        busy_tensor_s: The part of `tensor_s` that the model loses even if it does not wait.
+        tensor_s: Seconds per tensor, whatever its size, if the model waits for it.
+        byte_s: Seconds per byte, likewise.
+        busy_tensor_s: The part of `tensor_s` that the model loses even without waiting.
         busy_byte_s: The same of `byte_s`.
     """
 
@@ -102,11 +104,11 @@ class Bandwidth:
     busy_byte_s: float
 
     def seconds(self, offload_size: OffloadSize) -> float:
-        """Return the seconds of moving a cargo."""
+        """Return the seconds of one transfer."""
         return offload_size.tensors * self.tensor_s + offload_size.all_bytes * self.byte_s
 
     def busy_s(self, offload_size: OffloadSize) -> float:
-        """Return those of them that the model loses even if it does not wait."""
+        """Return the part of these seconds that the model loses even without waiting."""
         return offload_size.tensors * self.busy_tensor_s + offload_size.all_bytes * self.busy_byte_s
 
 
@@ -115,10 +117,10 @@ class Speed:
     """How fast a store is, measured.
 
     Attributes:
-        out: Into it.
-        back: Out of it.
-        spread: Half the width of the middle half of what was measured, as a share of it.
-        measured_bytes: How many bytes were moved for it, each time.
+        out: Bandwidth into it.
+        back: Bandwidth out of it.
+        spread: Half the interquartile range of the measurements, relative to the measured value.
+        measured_bytes: Bytes moved in each measurement.
     """
 
     out: Bandwidth
@@ -139,14 +141,14 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreProfile:
-    """A store as it is offered to a planner.
+    """A store as the planner sees it.
 
     Attributes:
-        store: Its place among those given.
-        cargoes: What leaves, by the calls of a unit, so that it holds in each mixture of whole and split units; units
-            of which nothing leaves are absent.
-        speed: How fast it is.
-        limit_bytes: The most that it holds; None for no limit.
+        store: Its index among the given stores.
+        cargoes: Offload sizes by the calls of a unit, so that they hold in each mixture of whole and split units; units
+            without any are absent.
+        speed: Its speed.
+        limit_bytes: Its capacity in bytes; None for no limit.
     """
 
     store: int
@@ -160,11 +162,11 @@ class StoredUnit:
     """A unit whose saved tensors wait in a store.
 
     Attributes:
-        unit: Its place in the order of the units.
-        store: The place of the store among those given.
-        leaves_after: The unit at whose end all of it has left.
-        comes_before: The unit before whose backward the store begins to bring it back.
-        stored_bytes: How many bytes leave.
+        unit: Its index in the order of the units.
+        store: The index of the store among the given stores.
+        leaves_after: The unit at whose end the whole payload has left.
+        comes_before: The unit before whose backward the store begins to bring the payload back.
+        stored_bytes: Bytes that leave.
     """
 
     unit: int
@@ -175,13 +177,13 @@ class StoredUnit:
 
     @property
     def transfer(self) -> Transfer:
-        """The same for whoever runs it."""
+        """The transfer as the executor takes it."""
         return Transfer(store=self.store, leaves_after=self.leaves_after, comes_before=self.comes_before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadChoice:
-    """A stored unit with its cargo, as the interpreter needs it."""
+    """A stored unit with its payload, as the interpreter needs it."""
 
     planned: StoredUnit
     offload_size: OffloadSize

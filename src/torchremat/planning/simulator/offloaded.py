@@ -1,13 +1,13 @@
-"""The bytes that are in stores while a step is simulated, and so are not held.
+"""The bytes that are in stores while a step is simulated, and therefore not held.
 
-As `torchremat.regions.offload_schedule` runs it: a tensor is released where its store is waited for, and held again
-where the store begins to bring it back, or at its unit's backward if nothing is allocated before.
+It follows `torchremat.regions.offload_schedule`: a tensor is released where the executor waits for its store, and held
+again where the store begins to bring it back, or at its unit's backward if nothing is allocated before.
 
 NOTE [ One parcel after the other ]
-A unit's storages are put one after the other, and come back so, in one order. Of each it is known whether it moves at
-all: what another unit has put is not put again, and what lives at that moment is not brought back. So the peak of a
-move is walked through, as it will be: a bound for any order was up to a sixth of a step too high, wherever no kernel
-happened to need more.
+A unit's storages are put one after the other, and come back in the same order. For each storage it is known whether it
+moves at all: a storage that another unit has put is not put again, and a storage that is live at that program point is
+not brought back. So the peak of a transfer is simulated storage by storage: a bound for any order was up to a sixth of
+a step too high, wherever no kernel happened to need more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OffloadedBytes:
-    """What of one walk is in stores, and which of the walk's bytes are not held meanwhile."""
+    """The bytes of one simulation that are in stores, and so are not held."""
 
     def __init__(self, simulator: MemorySimulator, offloads: Offloads) -> None:
         self._simulator = simulator
@@ -34,16 +34,16 @@ class OffloadedBytes:
         for unit, load in offloads.items():
             self._leaving.setdefault(load.planned.leaves_after, []).append(unit)
             self._coming.setdefault(load.planned.comes_before, []).append(unit)
-        # By unit that has left and is not back, the boundary storages that are not.
+        # For each unit that has left and is not back, its boundary storages that are not back.
         self._gone: dict[int, set[int]] = {}
-        self._put: Counter[int] = Counter()  # by boundary storage, how many units have it in a store
-        self._passing: dict[int, int] = {}  # by unit that has not left, what stores have made of it and read
-        # What stores have begun to bring back: boundary storages, and units with what is theirs alone.
+        self._put: Counter[int] = Counter()  # by boundary storage, the number of units that have it in a store
+        self._passing: dict[int, int] = {}  # by unit that has not left, intermediate bytes that stores read
+        # Boundary storages that stores have begun to bring back, and units whose inside storages they have begun to.
         self._begun: set[int] = set()
         self._begun_inside: set[int] = set()
 
     def left(self, unit: int) -> Iterator[Live]:
-        """A unit has returned: what it has saved is put, and what is to leave now has left."""
+        """A unit has returned: its saved tensors are put, and the payloads due to leave have left."""
         simulator = self._simulator
         if unit in self._offloads:
             total, what = simulator.total(simulator.lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
@@ -55,7 +55,7 @@ class OffloadedBytes:
             self._gone[leaving] = set(offload_size.boundary)
 
     def came(self, unit: int) -> Iterator[Live]:
-        """The gradient has come to a unit: stores begin to bring back, and what the unit itself has saved is there."""
+        """The gradient has reached a unit: stores begin to bring payloads back, and the unit's own has arrived."""
         simulator = self._simulator
         for coming in self._coming.get(unit, ()):
             if coming in self._gone:
@@ -65,7 +65,7 @@ class OffloadedBytes:
             yield Live((ProgramPoint.BACKWARD, unit), total, self._bring(unit), what, moves=True)
 
     def lets_go(self, unit: int) -> Releases:
-        """Return what stores hold for a unit alone: each goes with the node that has saved it."""
+        """Return the bytes that stores hold for a unit alone: each is freed with the node that has saved it."""
         parcels = self._offloads[unit].offload_size.parcels if unit in self._offloads else ()
         return tuple(
             (parcel.place, parcel.held_bytes)
@@ -74,7 +74,7 @@ class OffloadedBytes:
         )
 
     def dropped(self, unit: int) -> None:
-        """All that a unit has saved is gone."""
+        """All saved tensors of a unit are freed."""
         if unit not in self._offloads:
             return
         for parcel in self._offloads[unit].offload_size.parcels:
@@ -87,7 +87,7 @@ class OffloadedBytes:
     # See NOTE [ One parcel after the other ] for all of the following.
 
     def _store(self, unit: int) -> int:
-        """Put what a unit has saved, and return the highest live bytes meanwhile, over those before."""
+        """Put the saved tensors of a unit, and return the peak of the put over the live bytes before."""
         peak = added = passing = 0
         for parcel in self._offloads[unit].offload_size.parcels:
             if parcel.storage is not None:
@@ -102,7 +102,7 @@ class OffloadedBytes:
         return peak
 
     def _begin(self, unit: int) -> None:
-        """Let the store begin to bring back what a unit has saved and what does not live."""
+        """Let the store begin to bring back those saved tensors of a unit that are not live."""
         self._begun_inside.add(unit)
         for parcel in self._offloads[unit].offload_size.leaving:
             if parcel.storage is None:
@@ -114,7 +114,7 @@ class OffloadedBytes:
                 self._simulator.inside += parcel.ahead_bytes
 
     def _bring(self, unit: int) -> int:
-        """Bring a unit's own back, and return the highest live bytes meanwhile, over those before."""
+        """Bring a unit's own storages back, and return the peak meanwhile over the live bytes before."""
         peak = added = 0
         for parcel in self._offloads[unit].offload_size.leaving:
             if parcel.storage is not None and parcel.storage in self._simulator.held:
@@ -136,7 +136,7 @@ class OffloadedBytes:
         return unit in self._begun_inside if parcel.storage is None else parcel.storage in self._begun
 
     def _hold(self, storage: int) -> None:
-        """Hold a boundary storage for all of the units that have saved it, which it stays for."""
+        """Hold a boundary storage for all units that have saved it; it stays for them."""
         waiting = [gone for gone in self._gone.values() if storage in gone]
         for gone in waiting:
             gone.discard(storage)

@@ -1,15 +1,15 @@
-"""A backward in two parts: what is held in its input part, and from there until its weight part.
+"""A backward in two parts: the bytes held in its input part, and from there until its weight part.
 
-    input part      a unit's backward begins      all that it saves is there, recomputed or kept
-                    and ends                      what was recomputed and no weight needs goes; all else stays
-    between both    what units keep, inputs of regions, what weights need, gradients for weights
-    weight part     all of it goes, group by group
+    input part      a unit's backward begins      all its saved tensors are there, recomputed or kept
+                    and ends                      recomputed tensors that no weight needs are freed; the rest stays
+    between both    kept tensors of units, inputs of regions, tensors that weights need, gradients for weights
+    weight part     all of these are freed, group by group
 
-What kept units have saved stays until the weight part, since torch retains the graph. So between both parts a stage can
-hold less with regions than without them.
+The saved tensors of kept units stay until the weight part, since torch retains the graph. So between both parts a stage
+can hold less with regions than without them.
 
-The gradients that wait for the weight part are the same under each tree, and so are part of what lives beside the plan
-in a profile of such a backward.
+The gradients that wait for the weight part are the same under each tree, so a profile of such a backward counts them
+among the bytes that are live whatever the plan is.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torchremat.schedules.chain import RegionNode
 
 @dataclass(frozen=True, kw_only=True)
 class PartBytes(UnitBytes):
-    """What one unit needs if its backward has two parts.
+    """Bytes that one unit needs if its backward has two parts.
 
     Attributes:
-        needed: Those of the boundary storages in `saved` that weights need.
-        needed_bytes: And bytes that it saves beside those.
-        stays_peak_bytes: Highest during the input part of its backward if nothing goes, over what is live before it.
-        is_left: Whether its graph goes with the input part, since no weight is behind it.
+        needed: The boundary storages in `saved` that weights need.
+        needed_bytes: Bytes that weights need of its other saved tensors.
+        stays_peak_bytes: Peak of the input part of its backward if nothing is freed, over the live bytes before it.
+        is_left: Whether its graph is freed with the input part, since no weight is behind it.
     """
 
     needed: frozenset[int]
@@ -43,10 +43,10 @@ class PartBytes(UnitBytes):
 
 
 class PartsSimulator(MemorySimulator):
-    """A walk whose backward is an input part: what a weight part needs is still held at the end of it."""
+    """A simulation whose backward is an input part: at its end, tensors for the weight part are still held."""
 
     def drop(self, unit: int, *, again: bool) -> None:
-        """Release what was recomputed and is needed by no weight."""
+        """Release recomputed tensors that no weight needs."""
         size = self._of(unit)
         if again:
             super().drop(unit, again=True)
@@ -56,7 +56,7 @@ class PartsSimulator(MemorySimulator):
             self._end()
 
     def _end(self) -> None:
-        """Release what has no weight behind it."""
+        """Release graphs with no weight behind them."""
         left = {unit for unit in self.order if self._of(unit).is_left}
         for unit in left:
             if not self.around[unit]:
@@ -79,12 +79,12 @@ class PartsSimulator(MemorySimulator):
 
 @dataclass(frozen=True, kw_only=True)
 class PartsPrediction:
-    """What a backward in two parts needs under a tree, relative to the start of the forward.
+    """Bytes that a backward in two parts needs under a tree, relative to the start of the forward.
 
     Attributes:
-        input_bytes: Highest live bytes in the input part.
-        between_bytes: Live bytes between both.
-        weight_bytes: Highest live bytes in the weight part.
+        input_bytes: Peak of the input part.
+        between_bytes: Live bytes between both parts.
+        weight_bytes: Peak of the weight part.
     """
 
     input_bytes: int
@@ -93,13 +93,13 @@ class PartsPrediction:
 
 
 def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
-    """Return the highest live bytes in an input part, and those after it.
+    """Return the peak of an input part, and the live bytes after it.
 
     Args:
-        profile: Of a backward in two parts.
-        simulator: Under a tree.
+        profile: Profile of a backward in two parts.
+        simulator: Simulator of a tree.
         kept_bytes: Live bytes at the end of the forward.
-        ahead: Whether all is recomputed before it.
+        ahead: Whether all regions are recomputed before it.
     """
     for _ in simulator.forward():
         pass

@@ -1,4 +1,4 @@
-"""The moments of a step and what is known of units at them: the words that a walk through a step is made of."""
+"""The program points of a step, and unit sizes at them: the vocabulary of a simulated step."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from torchremat.planning.profiles.units import Units
 
 
 class ProgramPoint(Enum):
-    """When in a step; each but the last is a moment of one unit.
+    """A program point of a step; each but the last belongs to one unit.
 
     Source of the times: the profiled step, in which every unit is a region.
     """
 
     FORWARD = "forward"  # a unit is entered in the first forward
-    LEFT = "left"  # it has returned; code between it and the unit after runs
+    LEFT = "left"  # it has returned; code between it and the next unit runs
     RECOMPUTE = "recompute"  # before a recompute that ends with the unit
-    BACKWARD = "backward"  # all that the unit saved is there, its backward begins
-    RELEASED = "released"  # all that the unit saved is gone; code between it and the unit before runs its backward
+    BACKWARD = "backward"  # all saved tensors of the unit are there, its backward begins
+    RELEASED = "released"  # its saved tensors are freed; code between it and the previous unit runs its backward
     END = "end"  # the step's forward has returned
 
-    # By identity: members are looked up at every moment of every walk, and by name they are hashed in Python.
+    # By identity: every program point of every simulation looks members up, and hashing by name runs in Python.
     __hash__ = object.__hash__
 
 
 Key = tuple[ProgramPoint, int]
-# Bytes that go together with a saved tensor, by its number among all that a unit saves.
+# Bytes freed together with a saved tensor, by its number among all saved tensors of a unit.
 Releases: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBytes:
-    """What one unit needs, measured. All peaks are over what is live when they begin.
+    """Bytes that one unit needs, measured. All peaks are over the live bytes when they begin.
 
     Attributes:
         saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
-        left: Storages that it saves and that somebody else has as well, of which a recompute makes new ones: a
-            key-value cache, casts that autocast keeps, an attribute that a hook sets.
-        inside_bytes: Bytes that it saves beside those.
-        drop_peak_bytes: Of a forward that saves nothing.
-        full_peak_bytes: Of a forward that saves.
-        truncated_peak_bytes: Of a forward that saves and ends at its last save.
-        exit_bytes: Live when it returns, over what was when it began, if nothing is saved.
+        left: Storages that it saves, that something else also references, and that a recompute makes anew: a key-value
+            cache, casts that autocast keeps, an attribute that a hook sets.
+        inside_bytes: Bytes of its other saved tensors.
+        drop_peak_bytes: Peak of a forward that saves nothing.
+        full_peak_bytes: Peak of a forward that saves.
+        truncated_peak_bytes: Peak of a forward that saves and ends at its last save.
+        exit_bytes: Live bytes when it returns, over those when it began, if nothing is saved.
         look_bytes: Copies of generator states and buffers that each region around it makes before, and holds while it
-            runs. Copies of generator states lie on the host, and count if that is the device.
-        state_bytes: Those of them that each region keeps, since the unit has drawn from the generator or changed the
-            buffer.
-        copied_bytes: Buffers that it changes and autograd saves: a recompute makes them anew, from that state.
-        settle_bytes: What finding that out takes beside `look_bytes`.
-        recast_bytes: What a recompute casts that its forward found cast, see NOTE [ Casts in a recompute ].
-        has_backward: Whether anything of it is needed in backward.
+            runs. Copies of generator states are on the host, and count if that is the device.
+        state_bytes: The part of these copies that each region keeps, since the unit has drawn from the generator or
+            changed the buffer.
+        copied_bytes: Buffers that it changes and autograd saves: a recompute makes them anew, from the state in
+            `state_bytes`.
+        settle_bytes: Bytes to find out what it has drawn or changed, in addition to `look_bytes`.
+        recast_bytes: Casts that a recompute makes and its forward found already made, see
+            NOTE [ Casts in a recompute ].
+        has_backward: Whether backward needs anything of it.
     """
 
     saved: frozenset[int]
@@ -74,11 +76,11 @@ class UnitBytes:
     has_backward: bool
 
     def dropping_bytes(self, levels: int, option: OptionBytes | None = None) -> int:
-        """Peak of a forward inside so many regions, all of which look before it and settle after it.
+        """Peak of a forward inside `levels` regions, each of which looks before it and settles after it.
 
         Args:
-            levels: How many.
-            option: What the innermost holds, if anything.
+            levels: Number of regions around it.
+            option: The outputs that the innermost region holds, if any.
         """
         peak, held = (self.drop_peak_bytes, 0) if option is None else (option.forward_peak_bytes, option.kept_bytes)
         return max(peak, self.exit_bytes + held + self.settle_bytes) + levels * self.look_bytes
@@ -86,21 +88,22 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionBytes:
-    """What one unit needs if it is a region of its own that holds the outputs of some operators.
+    """Bytes and time of one unit as a region of its own that holds the outputs of some operators.
 
     Attributes:
-        kept: Boundary storages that it holds from its forward on, beside its inputs.
-        kept_bytes: Bytes that it holds beside those until its recompute.
-        forward_peak_bytes: Of its forward, over what is live when it begins.
-        early_peak_bytes: Of its backward until the recompute, likewise, with what it holds live.
-        recompute_peak_bytes: Of its recompute, over what is live when its backward begins.
-        ahead_peak_bytes: Of its recompute if that comes before its backward, over what is live then.
-        late_peak_bytes: Of its backward from then on, over what were live at its beginning with all that it saves.
-        recomputes: Whether it has one.
-        seconds: That it adds to a step.
-        overhead_s: Those of them that the executor takes by itself, whatever the shapes are.
-        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
-        flops: Of its recompute.
+        kept: Boundary storages that it holds from its forward on, in addition to its inputs.
+        kept_bytes: Bytes of other storages that it holds until its recompute.
+        forward_peak_bytes: Peak of its forward, over the live bytes when it begins.
+        early_peak_bytes: Peak of its backward until the recompute, likewise, with its held tensors live.
+        recompute_peak_bytes: Peak of its recompute, over the live bytes when its backward begins.
+        ahead_peak_bytes: Peak of its recompute if it runs before its backward, over the live bytes then.
+        late_peak_bytes: Peak of its backward from then on, over the bytes that would be live at its beginning with all
+            its saved tensors.
+        recomputes: Whether it has a recompute.
+        seconds: Seconds that it adds to a step.
+        overhead_s: The part of `seconds` that is the executor's own overhead, whatever the shapes are.
+        nominal_s: The same on a generic device, see `operators.nominal_seconds`.
+        flops: Flops of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
     """
@@ -127,11 +130,11 @@ class OptionBytes:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
+    """The simulation at one program point: bytes held, the peak over them, and the unit whose forward runs, if any.
 
-    `over_bytes` is None where the profile must say the peak. That figure is for a recomputed unit; for a kept one,
-    `stays` are the storages that remain because others hold them, and `lets_go` what stores let go of meanwhile, by the
-    number of the tensor among all that the unit saves.
+    `over_bytes` is None where the profile must supply the peak. That peak is for a recomputed unit; for a kept unit,
+    `stays` are the storages that remain because others hold them, and `lets_go` the bytes that stores free meanwhile,
+    by the number of the tensor among all saved tensors of the unit.
     """
 
     key: Key
@@ -139,14 +142,14 @@ class Live:
     over_bytes: int | None
     what: str
     unit: int = -1
-    moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak
+    moves: bool = False  # only copies into a store or back run, with `over_bytes` as their peak
     stays: frozenset[int] | None = None
     lets_go: Releases = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RanForward:
-    """A unit's forward that a recompute ran, whole or up to its last save, or as far as its option needs."""
+    """A unit's forward that a recompute ran, whole, up to its last save, or up to the point that its option needs."""
 
     unit: int
     truncated: bool
@@ -154,14 +157,14 @@ class RanForward:
 
 
 class Lifetimes:
-    """What of the boundary storages lives in a step whatever the plan is. Computed once for many walks.
+    """Live ranges of the boundary storages in a step whatever the plan is. Computed once for many simulations.
 
     Attributes:
         boundary: The boundary storages.
-        entered: For each unit those that are alive when it is entered, in variables around the units.
+        entered: For each unit the storages that are alive when it is entered, in variables around the units.
         left: The same when it has returned.
-        end: Those alive when the forward has.
-        made: For each unit those that it saves and has made.
+        end: The storages alive when the forward has returned.
+        made: For each unit the storages that it saves and has made.
         inter_call: Storages that code between the units saves, with the number of units that ran before.
         graphs: For each unit the time until which it has a graph, see `Units.graph_until`.
     """

@@ -1,4 +1,4 @@
-"""What a tree costs and needs, predicted: the exact interpreter with the numbers of a profile."""
+"""The predicted cost and peak of a tree: the exact interpreter with the numbers of a profile."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _BEFORE_BACKWARD = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step under a tree will need.
+    """The predicted bytes and time of a step under a tree.
 
     Attributes:
-        peak_bytes: Highest live bytes, relative to the start of the step.
-        where: What runs at that moment.
+        peak_bytes: The peak, relative to the start of the step.
+        where: What runs at the peak.
         kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
-        forward_bytes: Highest live bytes before backward begins; the higher of this and the next is the peak.
+        forward_bytes: Highest live bytes before backward begins; the larger of this and `backward_bytes` is the peak.
         backward_bytes: Highest live bytes from there on.
-        seconds: Spent in recomputes.
-        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
-        flops: Spent in recomputes.
-        calls: Forwards of units that recomputes run.
-        moving_s: Seconds that copies into stores and back add: computing that they take the place of, and waiting.
+        seconds: Seconds spent in recomputes.
+        nominal_s: The same on a generic device, see `operators.nominal_seconds`.
+        flops: Flops spent in recomputes.
+        calls: Number of unit forwards that recomputes run.
+        moving_s: Seconds that copies into stores and back add: compute time that they displace, and waiting.
     """
 
     peak_bytes: int
@@ -43,14 +43,14 @@ class Prediction:
 
 
 def walk_of(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> MemorySimulator:
-    """Return the walk through a step under `tree`, with some of the kept units in stores."""
+    """Return the simulator of a step under `tree`, with some of the kept units in stores."""
     return MemorySimulator(
         profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads
     )
 
 
 def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> Prediction:
-    """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
+    """Return the prediction for a step under `tree`, with some of the kept units in stores; omits `moving_s`."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     highest = {True: peak, False: 0}  # by whether backward has not begun
     seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
@@ -89,22 +89,22 @@ def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> Pred
 
 
 def chosen_options(tree: Tree) -> list[tuple[int, int]]:
-    """Return the units of a tree that are kept as one of their options says, with the option."""
+    """Return the units of a tree that are kept by one of their options, with the option."""
     return [(node.stage, node.option) for node in tree if isinstance(node, KeepNode) and node.option]
 
 
 def live_bytes(profile: Profile, state: Live) -> int:
-    """Return the bytes that are live at a moment, relative to the start of the step."""
+    """Return the live bytes at a program point, relative to the start of the step."""
     extra = profile.extra_bytes[state.key]
     if state.key[0] is ProgramPoint.BACKWARD:
-        # What has gone in the recompute that was watched, and that no unit is known to replace, may be there in other
+        # A storage that was freed in the watched recompute, and that no unit is known to replace, may be live in other
         # trees: a block that is called twice sets an attribute that it has set before.
         extra = max(extra, profile.extra_bytes.get((ProgramPoint.RECOMPUTE, state.key[1]), extra))
     return extra + state.held_bytes
 
 
 def over_bytes(profile: Profile, state: Live) -> int:
-    """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
+    """Return the peak from a program point until the next one, over the live bytes at the first."""
     if state.over_bytes is not None:
         return state.over_bytes
     after_bytes = profile.after_bytes[state.key]
@@ -121,5 +121,5 @@ def over_bytes(profile: Profile, state: Live) -> int:
 
 
 def extra_at(profile: Profile, key: Key) -> int:
-    """Return the bytes that are live at a moment whatever the plan is; 0 if there is no such moment."""
+    """Return the bytes that are live at a program point whatever the plan is; 0 if it does not exist."""
     return max(0, profile.extra_bytes.get(key, 0))

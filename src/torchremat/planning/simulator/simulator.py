@@ -1,15 +1,15 @@
-"""The exact interpreter: what is live at every moment of a step, for any tree of regions over the units.
+"""The exact interpreter: the live bytes at every program point of a step, for any tree of regions over the units.
 
-Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is
-held: by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the
-code between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is
-live at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this
-same interpreter says was held in it.
+Bytes are counted by storage. At each program point of a step a set of *boundary* storages (inputs and outputs of units)
+is held: by regions, by kept units that saved them, by links of a recompute in progress, by local variables of the code
+between the units, and by the tensors that this code saved. In addition, each kept unit holds what it saved inside. All
+other live bytes at that point do not depend on the plan; they are known from the one profiled step, as its live bytes
+minus the bytes that this same interpreter counts as held in it.
 
-    live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
+    live = extra[point] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
 
-Which region holds which input, when a recompute stops, when a link is dropped: `regions.rules` says it to the walk as
-to what runs the regions, and a test compares both event by event.
+Which region holds which input, when a recompute stops, when a link is dropped: `regions.rules` decides it for the
+simulator and for the executor alike, and a test compares both event by event.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, P
 from torchremat.regions.rules import ended, last_needed, last_uses
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
-# For each unit the ways of keeping it beside keeping all; none at all if there are none for any unit.
+# For each unit the ways of keeping it in part; empty if no unit has any.
 Options: TypeAlias = tuple[tuple[OptionBytes, ...], ...]
 
 
 class MemorySimulator:
-    """One walk through a step under a tree. Iterate over it once: it yields `Live` and `RanForward`."""
+    """One simulation of a step under a tree. Iterate over it once: it yields `Live` and `RanForward`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class MemorySimulator:
         self.sizes = sizes
         self.order = order
         self.lifetimes = lifetimes
-        # A unit kept as one of its options says is a region of its own.
+        # A unit kept by one of its options is a region of its own.
         self.chosen = {
             node.stage: options[node.stage][node.option - 1]
             for node in tree
@@ -59,7 +59,7 @@ class MemorySimulator:
         )
         self.offloaded = OffloadedBytes(self, offloads)
         self.bytes = units.trace.storage_bytes
-        # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
+        # The regions around each unit, outermost first; and by id of a region its depth, itself included.
         self.around: list[tuple[RegionNode, ...]] = [()] * len(sizes)
         self.depth: dict[int, int] = {}
         self.regions: list[RegionNode] = []  # in the order in which the forward enters them
@@ -67,16 +67,17 @@ class MemorySimulator:
         self.graphs = Graphs(sizes, lifetimes.graphs, units.trace.end)
         self.held: Counter[int] = Counter()
         self.held_bytes = 0
-        self.alive: Iterable[int] = ()  # beside what is held, at the last moment that was asked for
-        self.unborn: list[int] = []  # held by way of an object that will get them later
-        self.inside = 0  # what kept units saved inside, and the states that regions keep
-        self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
-        self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
-        # The units of which all that was saved is there, and the ids of the regions that have been recomputed.
+        self.alive: Iterable[int] = ()  # in addition to the held storages, at the last program point asked for
+        self.unborn: list[int] = []  # held through an object that will get them later
+        self.inside = 0  # bytes that kept units saved inside, and states that regions keep
+        self.states: dict[int, int] = {}  # by id of the region, the state bytes that it keeps
+        self.slots: dict[int, list[int]] = {}  # by id of the region, the storages that it holds
+        # The units whose saved tensors are all there, and the ids of the regions that have been recomputed.
         self.available = {unit for unit, around in enumerate(self.around) if not around}
         self.done: set[int] = set()
-        # While regions are recomputed before any gradient is there, the forward's outputs are still held, as inputs of
-        # other regions. So those of a recompute are storages of their own, by unit and, until it ends, by region.
+        # While regions are recomputed before any gradient has arrived, the forward's outputs are still held, as inputs
+        # of other regions. So the outputs of a recompute are storages of their own, by unit and, until it ends, by
+        # region.
         self.is_ahead = False
         self.anew: dict[int, dict[int, int]] = {}
         self.anew_in: dict[int, dict[int, int]] = {}
@@ -113,7 +114,7 @@ class MemorySimulator:
                 self.held_bytes -= self.bytes[storage]
 
     def total(self, alive: Iterable[int] = ()) -> int:
-        """Bytes held, with `alive` beside them."""
+        """Bytes held, plus those of `alive`."""
         self.alive = alive
         total = self.inside + self.held_bytes
         for storage in alive:
@@ -122,7 +123,7 @@ class MemorySimulator:
         return total
 
     def be_born(self, time: int) -> None:
-        """Hold what objects that are held have got by now."""
+        """Hold the storages that held objects have got by now."""
         if not self.unborn:
             return
         born = self.units.trace.born
@@ -132,7 +133,7 @@ class MemorySimulator:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> Iterator[Live]:
-        """Walk through the first forward."""
+        """Simulate the first forward."""
         inter_call = self.lifetimes.glue_before
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(inter_call.get(unit, ()))
@@ -153,10 +154,10 @@ class MemorySimulator:
         self.be_born(self.units.trace.end)
         self.lose_graphs(self.units.trace.end)
         yield Live((ProgramPoint.END, 0), self.total(self.lifetimes.end), None, "loss, between forward and backward")
-        self.hold(self.lifetimes.end)  # what the step's caller holds stays
+        self.hold(self.lifetimes.end)  # the storages of the step's caller stay
 
     def take(self, unit: int) -> None:
-        """Hold what stays of a unit's first forward."""
+        """Hold the storages that stay after a unit's first forward."""
         if not self.around[unit]:
             self.keep(unit, again=False)
             self.graphs.note(KeepNode(unit))
@@ -171,7 +172,7 @@ class MemorySimulator:
             self.inside += option.kept_bytes
 
     def enter(self, unit: int) -> None:
-        """Hold what the top-level region around a unit holds for it, and the states that all regions around it keep."""
+        """Hold a unit's inputs for its top-level region, and the states that all regions around the unit keep."""
         region = self.around[unit][0]
         if not self.graphs.has_any(region):
             return
@@ -187,12 +188,12 @@ class MemorySimulator:
                 self.inside += state
 
     def hold_for(self, region: RegionNode, unit: int, storages: list[int]) -> None:
-        """Let a region hold inputs of a unit in it until it lets go of them, or goes."""
+        """Let a region hold inputs of a unit in it until the region releases them, or is freed itself."""
         self.slots.setdefault(id(region), []).extend(storages)
         self.hold(storages)
 
     def lose_graphs(self, time: int) -> None:
-        """Release what graphs that are gone by now have held, whatever a backward would let go of."""
+        """Release everything held by graphs that are freed by now, including what a backward would release."""
         for node in self.graphs.lost(time):
             if isinstance(node, RegionNode):
                 MemorySimulator.leave(self, node)
@@ -200,11 +201,11 @@ class MemorySimulator:
                 MemorySimulator.drop(self, node.stage, again=False)
 
     def external(self, region: RegionNode, unit: int) -> list[int]:
-        """Inputs that a region begins to hold when a unit in it runs: neither recomputed by it nor held already."""
+        """Inputs that a region begins to hold when a unit in it runs: neither recomputed by the region nor held yet."""
         return self.units.external(region.first)[unit - region.first]
 
     def keep(self, unit: int, *, again: bool) -> None:
-        """Hold what a unit saves; `again` in a recompute."""
+        """Hold the saved tensors of a unit; `again` in a recompute."""
         size = self.sizes[unit]
         self.hold(self.named(unit, size.saved))
         if not again:
@@ -212,7 +213,7 @@ class MemorySimulator:
         self.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def drop(self, unit: int, *, again: bool) -> None:
-        """Release what `keep` holds."""
+        """Release the storages that `keep` holds."""
         size = self.sizes[unit]
         self.release(self.named(unit, size.saved))
         if not again:
@@ -220,7 +221,7 @@ class MemorySimulator:
         self.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def remake(self, unit: int, anew: dict[int, int], kept: Container[int] = ()) -> None:
-        """Let the outputs of a unit's recompute be storages of their own, but those that were kept; noted in `anew`."""
+        """Make the outputs of a unit's recompute, except the kept ones, storages of their own; recorded in `anew`."""
         own = self.units.units[unit]
         for storage in own.outputs:
             if storage not in own.inputs and storage not in kept:
@@ -229,21 +230,21 @@ class MemorySimulator:
         self.anew[unit] = anew
 
     def named(self, unit: int, storages: Iterable[int]) -> Iterable[int]:
-        """Return what stands for storages of the forward in what a unit has saved."""
+        """Return the storages that stand for storages of the forward among the saved tensors of a unit."""
         anew = self.anew.get(unit)
         return [anew.get(storage, storage) for storage in storages] if anew else storages
 
     def left_bytes(self, unit: int) -> int:
-        """Bytes of what a unit leaves with somebody else."""
+        """Bytes of the storages that something else also references after a unit."""
         left = self.sizes[unit].left
         return sum(self.bytes[storage] for storage in left) if left else 0
 
     # ------------------------------------------------------------------------------------------------------ backward
 
     def backward(self) -> Iterator[Live | RanForward]:
-        """Walk through the backward, with the recomputes that it asks for."""
+        """Simulate the backward, with the recomputes that it triggers."""
         waiting = set(self.order)
-        # Released when the backward has come to a unit before the glue.
+        # Released when the backward has reached a unit before the glue.
         inter_call = sorted(self.lifetimes.inter_call, key=lambda one: -one[1])
         for unit in self.order:
             while inter_call and inter_call[0][1] > unit:
@@ -251,7 +252,7 @@ class MemorySimulator:
             chain = self.around[unit]
             yield from self.offloaded.came(unit)
             option = self.chosen.get(unit)
-            # Ahead of it or in its midst, see `OptionBytes`.
+            # Before its backward or in the middle of it, see `OptionBytes`.
             over = None if option is None or unit in self.available else option.late_peak_bytes
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
@@ -272,16 +273,16 @@ class MemorySimulator:
             )
 
     def leave_glue(self, storage: int) -> None:
-        """Release what code between the units has saved."""
+        """Release a storage that code between the units has saved."""
         self.release((storage,))
 
     def leave(self, region: RegionNode) -> None:
-        """Let a region go with its last node, and what it holds with it; inner ones have nothing by then."""
+        """Free a region with its last node, and all that the region holds; inner regions hold nothing by then."""
         self.release(self.slots.pop(id(region), ()))
         self.inside -= self.states.pop(id(region), 0)
 
     def recompute(self, region: RegionNode, until: int) -> Iterator[Live | RanForward]:
-        """The recompute of `region` that the backward of unit `until` asks for."""
+        """The recompute of `region` that the backward of unit `until` triggers."""
         self.done.add(id(region))
         key, nested = (ProgramPoint.RECOMPUTE, until), self.depth[id(region)] > 1
         option = self.chosen.get(region.first)
@@ -295,7 +296,7 @@ class MemorySimulator:
         last, runs_last = self.last_needed(region, children, until)
         has_states = any(size.state_bytes for size in self.sizes[region.first : last + 1])
         links = Links(self.units, region, traced=nested or has_states)
-        lets_go = nested and not self.is_ahead  # a session has all until the backward comes
+        lets_go = nested and not self.is_ahead  # a session keeps everything until the backward arrives
         inputs = (self.units.units[unit].inputs for unit in range(region.first, region.last + 1))
         last_use = last_uses(inputs, region.first) if lets_go else {}
         states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
@@ -312,7 +313,7 @@ class MemorySimulator:
                 peak = size.dropping_bytes(len(inner))
             else:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
-            # The states of now are set aside meanwhile, and put back.
+            # The current states are set aside meanwhile, and restored.
             peak += size.state_bytes + size.recast_bytes
             alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
             yield Live(key, self.total(alive), peak, f"recompute of {own.name}", unit)
@@ -331,12 +332,13 @@ class MemorySimulator:
                 if one not in links.regions:
                     self.inside -= states.pop(one)
             if lets_go:
-                # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
+                # A nested region's inputs are values of its parent's recompute, and are freed at their last use in its
+                # own.
                 gone = ended(self.slots.get(id(region), ()), last_use, unit)
                 self.let_go(region, set(gone) - links.leaves if gone else set())
         self.inside -= sum(states.values())
         if lets_go:
-            # The call at which it stops has taken its inputs too, and then all that was taken goes.
+            # The call at which it stops has taken its inputs too, and then all taken inputs are released.
             self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
 
     def recompute_option(self, region: RegionNode, option: OptionBytes) -> Iterator[Live | RanForward]:
@@ -353,13 +355,13 @@ class MemorySimulator:
             yield RanForward(unit, truncated=True, option=node.option if isinstance(node, KeepNode) else 0)
         if self.is_ahead:
             self.remake(unit, {}, kept=option.kept)
-        # All that it saves is there now, and what was held for the recompute alone is gone.
+        # All its saved tensors are there now, and tensors held for the recompute alone are freed.
         self.keep(unit, again=True)
         self.release(option.kept)
         self.inside -= option.kept_bytes
 
     def let_go(self, region: RegionNode, gone: set[int]) -> None:
-        """Release what a nested region has held and holds no longer."""
+        """Release the storages that a nested region no longer holds."""
         slots = self.slots.get(id(region), [])
         self.slots[id(region)] = [storage for storage in slots if storage not in gone]
         self.release(storage for storage in slots if storage in gone)
@@ -373,7 +375,7 @@ class MemorySimulator:
         def waits(number: int) -> bool:
             unit = first + number
             node = children[unit]
-            # What is saved of a unit in a nested region are the inputs that this one holds.
+            # The saved tensors of a unit in a nested region are the inputs that this region holds.
             return self.graphs.waits(node) and (isinstance(node, KeepNode) or bool(self.external(node, unit)))
 
         number = last_needed(region.last + 1 - first, waits)
