@@ -78,8 +78,8 @@ class Store(Protocol):
             tensor: Without graph, any shape and dtype, at least one element; contiguous when the library itself calls
                 `put`, of any strides when a user's own hooks do. It shares its memory and its version counter with the
                 tensor that autograd saves. A store that reads it after `put` has returned compares its version before
-                and after, and raises a `MutationError` in `get` if it has moved. See
-                NOTE [ Who may write to what was put ]
+                and after, and raises a `MutationError` in `get` if it has moved.
+                See NOTE [ Who may write to what was put ]
 
         Raises:
             StoreError: The store is strict, and has no room or its medium failed.

@@ -56,8 +56,8 @@ class UnitBytes:
         copied_bytes: Buffers that it changes and autograd saves: a recompute makes them anew, from the state in
             `state_bytes`.
         settle_bytes: Bytes to find out what it has drawn or changed, in addition to `look_bytes`.
-        recast_bytes: Casts that a recompute makes and its forward found already made, see
-            NOTE [ Casts in a recompute ].
+        recast_bytes: Casts that a recompute makes and its forward found already made,
+            see NOTE [ Casts in a recompute ].
         has_backward: Whether backward needs anything of it.
     """
 
