@@ -109,9 +109,9 @@ class Record:
 
     # NOTE [ Writes that are seen coming ]
     # An operator's output is complete when it is put, and each recompute needs its values as they were then. So the
-    # code that observes a region's operators announces each write before it happens;
-    # see NOTE [ Who may write to what was put ]. The same holds for a recompute that is about to write to a
-    # tensor that a record gave it, which others are given as well. Tensors that autograd saves are not protected: autograd must see
+    # code that observes a region's operators announces each write before it happens; cf.
+    # the NOTE [ Who may write to what was put ]. The same holds for a recompute that is about to write to a tensor that
+    # a record gave it, which others are given as well. Tensors that autograd saves are not protected: autograd must see
     # the write, or raise, as it would without a store.
 
     def before_write(self, storage: UntypedStorage) -> None:
