@@ -90,19 +90,19 @@ def random_loads(profile, store_profile, tree, rng):
     """Some of the kept units at top level, each with a random moment to leave and to come back."""
     kept = [node.stage for node in tree if isinstance(node, KeepNode)]
     order, last = profile.order, len(profile.sizes) - 1
-    cargoes = {unit: store_profile.cargoes.get(one.calls) for unit, one in enumerate(profile.units.units)}
+    offload_sizes = {unit: store_profile.offload_sizes.get(one.calls) for unit, one in enumerate(profile.units.units)}
     offloads = {}
     for unit in kept:
-        if cargoes[unit] and unit in order and rng.random() < 0.7:
+        if offload_sizes[unit] and unit in order and rng.random() < 0.7:
             place = order.index(unit)
             planned = StoredUnit(
                 unit=unit,
                 store=0,
                 leaves_after=rng.randint(unit, min(last, unit + 3)),
                 comes_before=order[rng.randint(max(0, place - 3), place)],
-                stored_bytes=cargoes[unit].all_bytes,
+                stored_bytes=offload_sizes[unit].all_bytes,
             )
-            offloads[unit] = OffloadChoice(planned=planned, offload_size=cargoes[unit])
+            offloads[unit] = OffloadChoice(planned=planned, offload_size=offload_sizes[unit])
     return {unit: offloads[unit] for unit in order if unit in offloads}
 
 
@@ -258,8 +258,8 @@ def test_a_store_with_room_for_little_spares_that_much(share):
     # It was not used at all where it has no room for what the trees that were tried leave over.
     model, step = models.gpt_step(blocks=6, width=32, context=64, batch=4)
     roomy = torchremat.Planner(model, step, cost="flops", stores=[Counting()])
-    cargoes = roomy.solver.store_profiles[0].cargoes.values()
-    room = 2 * max(offload_size.all_bytes for offload_size in cargoes)
+    offload_sizes = roomy.solver.store_profiles[0].offload_sizes.values()
+    room = 2 * max(offload_size.all_bytes for offload_size in offload_sizes)
     planner = torchremat.Planner(model, step, cost="flops", stores=[torchremat.Disk(limit=room)])
     limit_bytes = int(share * roomy.solver.plain.prediction.peak_bytes)
 
@@ -472,8 +472,8 @@ def test_what_is_encoded_for_a_disk_counts_until_it_has_left(codec):
     peaks = {planner.fixed_bytes + traced_peak(model, step) for _ in range(4)}
     plan.remove(model)
 
-    cargoes = planner.solver.store_profiles[0].cargoes.values()
-    assert any(parcel.passing_bytes for offload_size in cargoes for parcel in offload_size.parcels)
+    offload_sizes = planner.solver.store_profiles[0].offload_sizes.values()
+    assert any(parcel.passing_bytes for offload_size in offload_sizes for parcel in offload_size.parcels)
     assert plan.stored and plan.recomputed_flops == 0
     assert peaks == {plan.peak_bytes}
 

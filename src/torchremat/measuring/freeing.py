@@ -13,7 +13,7 @@ from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.measuring.calls import ModuleCall
 from torchremat.measuring.saving import RanOperator, Save
 from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
-from torchremat.regions.selective.op_info import traits_of
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.structure import join
 
@@ -220,8 +220,8 @@ class _Choosing:
             self._end = save.position
 
     def _ask(self, rank: int, ran: RanOperator) -> None:
-        traits = traits_of(ran.function)
-        if traits.is_ignored or ran.casts_weight:
+        op_info = op_info_of(ran.function)
+        if op_info.is_ignored or ran.casts_weight:
             return
         self.operators += 1
         decision = self._decision(ran)
@@ -229,7 +229,7 @@ class _Choosing:
             return
         self.chosen += 1
         self._served.update(ran.storages)
-        if traits.is_kept:
+        if op_info.is_kept:
             self._results.append((rank, ran.storages, decision))
         (self.kept if decision.kind == "save" else self.stored).update(self._saved.intersection(ran.storages))
 

@@ -32,7 +32,7 @@ from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.tracker import address_of
 from torchremat.regions.selective.cache import written_by
-from torchremat.regions.selective.op_info import traits_of
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.watching import only_looks_on
@@ -217,7 +217,7 @@ class _Looking(EagerMode):
     ) -> object:
         """Run an operator."""
         named = kwargs or {}
-        writes = traits_of(func).writes
+        writes = op_info_of(func).writes
         if writes and not hidden.now:
             for written in written_by(writes, args, named):
                 if written.layout is torch.strided and not is_wrapper(written):

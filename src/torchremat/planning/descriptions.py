@@ -22,7 +22,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.flows import operators_of
-from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Tree
@@ -86,7 +86,7 @@ def conditions_by_root(own: Profile) -> dict[str, Conditions]:
 
 
 def curve_of(
-    own: Profile, tree: Tree, fixed_bytes: int, offloads: Offloads = NO_LOADS, *, lasts_s: float
+    own: Profile, tree: Tree, fixed_bytes: int, offloads: Offloads = NO_OFFLOADS, *, lasts_s: float
 ) -> tuple[Point, ...]:
     """Return the predicted step under a tree: a point at the beginning of each piece, and one at its peak.
 
@@ -175,7 +175,7 @@ def made_plan(
         curve=curve_of(own, found.tree, planner.fixed_bytes, found.offloads, lasts_s=lasts_s),
         plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
         moving_seconds=found.prediction.moving_s,
-        stored=tuple(load.planned for load in found.offloads.values()),
+        stored=tuple(choice.planned for choice in found.offloads.values()),
         stores=tuple(map(repr, stores)),
         speeds=tuple(store_profile.speed for store_profile in planner.solver.store_profiles),
         given_stores=stores,

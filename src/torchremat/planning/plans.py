@@ -216,7 +216,7 @@ class Plan(ViewedOverTime):
                 "has room for beside a model. Plan again: plans that are made now do not."
             )
         self._check_count(given)
-        offload_schedule = self._itinerary(given or self.given_stores)
+        offload_schedule = self._offload_schedule(given or self.given_stores)
         install(
             model,
             self.calls,
@@ -262,7 +262,7 @@ class Plan(ViewedOverTime):
             "like these, in this order, or `--store` for each on the command line."
         )
 
-    def _itinerary(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:
+    def _offload_schedule(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:
         if not self.stored:
             return None
         if len(stores) != len(self.stores):

@@ -11,7 +11,7 @@ from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
-from torchremat.regions.selective.op_info import traits_of
+from torchremat.regions.selective.op_info import op_info_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Ordinals(Policy):
         return asked_about(self.operators, self.held)
 
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
-        op_info = traits_of(op)
+        op_info = op_info_of(op)
         if op is name or not op_info.is_counted:
             return RECOMPUTE
         ordinal = ctx.ordinal

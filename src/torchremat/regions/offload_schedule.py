@@ -11,7 +11,7 @@ The life of a stored unit's saved tensors, between two calls of the model that t
 
 So the number of bytes in memory does not depend on the speed of a store; only the step time does.
 
-NOTE [ Who owns a journey ]
+NOTE [ Who owns an offload run ]
 The open scope, until the forward ends or raises; then the nodes that report the progress of the backward. The run
 refers to records weakly, and to memory only until the memory has left: everything that autograd frees is freed.
 """
@@ -103,12 +103,12 @@ class OffloadSchedule:
 
 
 class OffloadRun:
-    """The transfers of one run of a scope. See NOTE [ Who owns a journey ]."""
+    """The transfers of one run of a scope. See NOTE [ Who owns an offload run ]."""
 
-    __slots__ = ("__weakref__", "_arrived", "_catalogs", "_held", "_itinerary", "_records", "_task")
+    __slots__ = ("__weakref__", "_arrived", "_catalogs", "_held", "_offload_schedule", "_records", "_task")
 
     def __init__(self, offload_schedule: OffloadSchedule) -> None:
-        self._itinerary = offload_schedule
+        self._offload_schedule = offload_schedule
         self._catalogs: dict[int, Catalog] = {}
         self._held: dict[int, list[object]] = {}  # by unit its saved memory, or the encoding that stores read
         self._records: dict[int, dict[int, ReferenceType[Record]]] = {}
@@ -129,7 +129,7 @@ class OffloadRun:
         top = top_saved_tensor_hooks(True)
         if (None if top is None else top[0]) is not hook:
             return body()
-        transfer = self._itinerary.transfers.get(stop.unit)
+        transfer = self._offload_schedule.transfers.get(stop.unit)
         if transfer is None:
             output = body()
         else:
@@ -152,12 +152,12 @@ class OffloadRun:
 
     def _catalog(self, store: int) -> Catalog:
         if store not in self._catalogs:
-            self._catalogs[store] = Catalog(self._itinerary.stores[store], window_bytes=0, by_storage=True)
+            self._catalogs[store] = Catalog(self._offload_schedule.stores[store], window_bytes=0, by_storage=True)
         return self._catalogs[store]
 
     def _pack(self, unit: int, catalog: Catalog, tensor: Tensor) -> InCatalog:
-        if self._itinerary.seen is not None:
-            self._itinerary.seen(unit, tensor)
+        if self._offload_schedule.seen is not None:
+            self._offload_schedule.seen(unit, tensor)
         held = self._held.setdefault(unit, [])
         with held_in(held):
             packed = catalog.put(tensor)
@@ -171,7 +171,7 @@ class OffloadRun:
         with held_in(self._held.setdefault(unit, [])):
             for record in self._alive(unit):
                 record.settle()
-        for leaving in self._itinerary.leaving.get(unit, ()):
+        for leaving in self._offload_schedule.leaving.get(unit, ()):
             self._let_go(leaving)
 
     def _let_go(self, unit: int) -> None:
@@ -191,7 +191,7 @@ class OffloadRun:
 
     def _watch(self, unit: int, output: object) -> None:
         """Let the nodes that made a unit's output report when the gradient has reached them."""
-        if unit in self._itinerary.coming or unit in self._itinerary.transfers:
+        if unit in self._offload_schedule.coming or unit in self._offload_schedule.transfers:
             nodes = {id(one.grad_fn): one.grad_fn for one in tensors_in(output) if one.grad_fn is not None}
             for node in nodes.values():
                 node.register_prehook(partial(self._came, unit))
@@ -206,9 +206,9 @@ class OffloadRun:
             return
         self._arrived.add(unit)
         with hiding():
-            for coming in self._itinerary.coming.get(unit, ()):
+            for coming in self._offload_schedule.coming.get(unit, ()):
                 for record in self._alive(coming):
                     record.begin()
-            if unit in self._itinerary.transfers:
+            if unit in self._offload_schedule.transfers:
                 for record in self._alive(unit):
                     record.bring()

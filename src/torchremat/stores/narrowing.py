@@ -66,7 +66,7 @@ class Narrowable(InCatalog):
         return self._stored
 
     def get(self) -> Tensor:
-        """Return the tensor, or its surrogate; see NOTE [ An image ].
+        """Return the tensor, or its surrogate; see NOTE [ A surrogate ].
 
         Raises:
             StoreError: Its values are requested outside the backward of its node, and only a surrogate exists. Or the
@@ -295,7 +295,7 @@ def narrows(store: Store) -> bool:
     """Return whether a store receives narrowed tensors: one that compresses, or has a tier that does.
 
     No store does under a torch newer than those whose formulas are known; a `StoreWarning` says so.
-    See NOTE [ An image ].
+    See NOTE [ A surrogate ].
     """
     asks = _asks(store)
     if asks and RELEASE > NEWEST:

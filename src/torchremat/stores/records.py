@@ -236,7 +236,7 @@ class Record:
         with self._lock:
             if self._waiting:
                 self.settle()
-            span = self._island_of(stored)
+            span = self._span_of(stored)
             where = self._origin
             storage = None if where is None else where.storage()
             if storage is None:
@@ -257,7 +257,7 @@ class Record:
                 span.wait(found)
             return found
 
-    def _island_of(self, stored: Stored) -> ByteSpan:
+    def _span_of(self, stored: Stored) -> ByteSpan:
         return next(one for one in self._spans if one.start <= stored.start and stored.stop <= one.stop)
 
     def prefetch(self, stored: Stored) -> int:
@@ -268,7 +268,7 @@ class Record:
         try:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
-            span = self._island_of(stored)
+            span = self._span_of(stored)
             if span.is_coming or span.is_hot:
                 return 0
             span.is_coming = True
@@ -327,7 +327,7 @@ class Record:
                 at_end_of_backward(partial(_release, ref(span), task))
             span.held[task] = (
                 base,
-                {alive for alive in self._aliases if (one := alive()) is not None and self._island_of(one) is span},
+                {alive for alive in self._aliases if (one := alive()) is not None and self._span_of(one) is span},
             )
 
 

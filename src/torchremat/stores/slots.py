@@ -1,6 +1,6 @@
 """Saved tensors whose values backward does not need: it needs only the shape, or a bit for each element.
 
-NOTE [ An image ]
+NOTE [ A surrogate ]
 A max pool saves its input but uses only its shape; relu saves its result but uses only where it is above zero. In
 backward such a slot gets a *surrogate*: a tensor of the same shape, strides, dtype and device, for which the node's
 formula yields the same gradient bit for bit. The same holds for double backward: the node of the second derivative
@@ -195,7 +195,7 @@ def _middle(least: float, most: float, dtype: torch.dtype) -> float | None:
 
 Need = Shape | Splitter
 
-# By the name of the node and the name of the slot. See NOTE [ An image ]
+# By the name of the node and the name of the slot. See NOTE [ A surrogate ]
 NEEDS: Mapping[str, Mapping[str, Need]] = {
     "AdaptiveAvgPool2DBackward0": {"self": SHAPE},
     "AdaptiveAvgPool3DBackward0": {"self": SHAPE},

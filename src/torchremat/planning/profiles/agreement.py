@@ -63,7 +63,7 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
     pair = beside(found, reduced_bytes(model, machine.device))
     told = peers.all(lambda: (figures_of(pair.blocks), None if pair.leaves is None else figures_of(pair.leaves)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
-    return Agreed(pair=pair if len(told) == 1 else agreed_grains(pair, told), largest=largest)
+    return Agreed(pair=pair if len(told) == 1 else agreed_pair(pair, told), largest=largest)
 
 
 def figures_of(profile: Profile) -> Figures:
@@ -97,7 +97,7 @@ def _beside(profile: Profile, waiting_bytes: int) -> Profile:
     return replace(profile, extra_bytes=extra)
 
 
-def agreed_grains(pair: ProfilePair, told: Sequence[tuple[Figures, Figures | None]]) -> ProfilePair:
+def agreed_pair(pair: ProfilePair, told: Sequence[tuple[Figures, Figures | None]]) -> ProfilePair:
     """Return the profile of a process with the figures of all.
 
     Raises:

@@ -24,7 +24,7 @@ from torchremat._compat.modes import EagerMode
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.measuring.tracker import address_of
 from torchremat.regions.selective.cache import written_by
-from torchremat.regions.selective.op_info import OpInfo, traits_of
+from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
@@ -38,7 +38,7 @@ class Run:
     """An operator that ran.
 
     Attributes:
-        traits: The operator's op info.
+        op_info: The operator's op info.
         call: Index of the innermost call that was open; -1 for the step's own code.
         reads: Values, each once.
         makes: Values: new storages, and storages that it has written to.
@@ -50,7 +50,7 @@ class Run:
         is_compiled: Whether compiled code ran it.
     """
 
-    traits: OpInfo
+    op_info: OpInfo
     call: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -64,7 +64,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name in torch: `aten.mul.Tensor`."""
-        return self.traits.name
+        return self.op_info.name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def nominal_seconds(log: OperatorTrace, run: Run) -> float:
 
 def casts_of_leaves(log: OperatorTrace) -> frozenset[int]:
     """Return the values that autocast keeps."""
-    casts = (run for run in log.runs if run.traits.is_cast and run.reads)
+    casts = (run for run in log.runs if run.op_info.is_cast and run.reads)
     return frozenset(one for run in casts if all(log.values[v].is_leaf for v in run.reads) for one in run.makes)
 
 
@@ -296,12 +296,12 @@ class OperatorTracer(EagerMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         named = kwargs or {}
-        traits = traits_of(func)
-        if traits.is_ignored:
+        op_info = op_info_of(func)
+        if op_info.is_ignored:
             return func(*args, **named)
         if self._beside_fsdp and is_run_by_fsdp(None):
             # A region neither counts them nor runs them again.
-            for tensor in written_by(traits.writes, args, named):
+            for tensor in written_by(op_info.writes, args, named):
                 self._written(tensor)
             return func(*args, **named)
         tensors = tensors_in((args, dict(named)))
@@ -312,25 +312,25 @@ class OperatorTracer(EagerMode):
         result = func(*args, **named)
         seconds = self._seconds() - start_s
         ends = self.mark()
-        if traits.is_sized_by_values:
+        if op_info.is_sized_by_values:
             # Among indices, only masks are counted.
             masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:])
             self.trace.is_sized_by_values |= masks or func is not torch.ops.aten.index.Tensor
         makes: dict[int, None] = {}
-        for tensor in written_by(traits.writes, args, named):
+        for tensor in written_by(op_info.writes, args, named):
             makes.update(dict.fromkeys(self._written(tensor)))
         for tensor in tensors_in(result):
             new = (value for value in self.values(tensor) if self.trace.values[value].storage >= storages)
             makes.update(dict.fromkeys(new))
         self.trace.runs.append(
             Run(
-                traits=traits,
+                op_info=op_info,
                 call=call,
                 reads=tuple(reads),
                 makes=tuple(makes),
                 flops=self._flops.total - flops,
                 seconds=seconds,
-                signature=_signature(traits, tensors, args, named),
+                signature=_signature(op_info, tensors, args, named),
                 begins=begins,
                 ends=ends,
                 is_compiled=runs_compiled_code(),
@@ -340,8 +340,8 @@ class OperatorTracer(EagerMode):
 
 
 def _signature(
-    traits: OpInfo, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
+    op_info: OpInfo, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[object, ...]:
     shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
     numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))
-    return (id(traits), shapes, numbers)
+    return (id(op_info), shapes, numbers)

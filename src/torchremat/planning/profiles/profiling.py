@@ -160,10 +160,10 @@ class _Profiling:
     def grain(self, traced: Trace) -> Grain:
         """Return how far calls are split: as in an earlier step with the same calls, and equal in each process."""
         kind = tuple(call.name for call in traced.calls)
-        known = self.repeats.pair.get(kind)
+        known = self.repeats.grains.get(kind)
         if known is None:
             found = self.peers.all(lambda: grain_of(traced, self.repeats.unlike))
-            known = self.repeats.pair[kind] = max(found, key=lambda grain: grain.need_bytes)
+            known = self.repeats.grains[kind] = max(found, key=lambda grain: grain.need_bytes)
         return known
 
     def some_fail(self, units: Units) -> bool:

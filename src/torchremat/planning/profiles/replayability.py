@@ -60,13 +60,13 @@ class Repeats:
     Attributes:
         like: The names of the modules that passed.
         unlike: The names of the modules that failed, with the reasons.
-        pair: How far calls are split, by the calls that a step makes: equal for batches of every shape, since otherwise
-            their profiles would differ in form.
+        grains: How far calls are split, by the calls that a step makes: equal for batches of every shape, since
+            otherwise their profiles would differ in form.
     """
 
     like: set[str] = field(default_factory=set[str])
     unlike: dict[str, str] = field(default_factory=dict[str, str])
-    pair: dict[tuple[str, ...], Grain] = field(default_factory=dict[tuple[str, ...], Grain])
+    grains: dict[tuple[str, ...], Grain] = field(default_factory=dict[tuple[str, ...], Grain])
 
     def know(self, units: Units) -> bool:
         """Return whether each of some units has been tried."""
@@ -77,7 +77,7 @@ class Repeats:
         new = {name: why for one in found for name, why in one.items()}
         self.unlike.update(new)
         if new:
-            self.pair.clear()
+            self.grains.clear()
         self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
         return bool(new)
 

@@ -80,14 +80,14 @@ def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Seque
 
 
 def _offer(model: nn.Module, subject: Subject, pair: ProfilePair, place: int, store: Store) -> StoreProfile:
-    cargoes, payload = _weighed(model, subject, pair.blocks, store)
+    offload_sizes, payload = _weighed(model, subject, pair.blocks, store)
     if pair.leaves is not None:
-        cargoes = _weighed(model, subject, pair.leaves, store)[0] | cargoes
+        offload_sizes = _weighed(model, subject, pair.leaves, store)[0] | offload_sizes
     found = getattr(store, "statistics", None)
     limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
     return StoreProfile(
         store=place,
-        cargoes=cargoes,
+        offload_sizes=offload_sizes,
         speed=measured_speed(store, pair.blocks.device, payload, limit_bytes),
         limit_bytes=limit_bytes,
     )
@@ -102,7 +102,7 @@ def _weighed(
     for unit, size in enumerate(profile.sizes):
         if size.has_backward:
             alike.setdefault(units.signature(unit), []).append(unit)
-    cargoes: dict[tuple[int, ...], OffloadSize] = {}
+    offload_sizes: dict[tuple[int, ...], OffloadSize] = {}
     most_bytes, payload = 0, Payload(tensors=())
     while alike:
         first = {members[0] for members in alike.values()}
@@ -117,12 +117,12 @@ def _weighed(
                     continue
                 offload_size = scale.offload_size(profile, unit, trace)
                 if offload_size is not None:
-                    cargoes[units.units[unit].calls] = offload_size
+                    offload_sizes[units.units[unit].calls] = offload_size
                     leaving += offload_size.all_bytes
             if leaving > most_bytes:
                 most_bytes, payload = leaving, scale.payload
         alike = others
-    return cargoes, payload
+    return offload_sizes, payload
 
 
 def _forward(

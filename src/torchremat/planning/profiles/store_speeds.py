@@ -194,7 +194,7 @@ class _Timed:
     def _step(self, times: int, *, moves: bool) -> tuple[float, float]:
         """Return the seconds of a forward and a backward with `times` units of compute."""
         transfers = {0: Transfer(store=0, leaves_after=1, comes_before=1)} if moves else {}
-        journey = OffloadRun(OffloadSchedule((self._store,), transfers))
+        offload_run = OffloadRun(OffloadSchedule((self._store,), transfers))
         tensors = [self._made(size, dtype) for size, dtype in self.payload.tensors]
         start = torch.zeros(2, device=self._device, requires_grad=True)
 
@@ -205,9 +205,9 @@ class _Timed:
             return _computing(cast("Tensor", saved), lambda: self._compute(times))
 
         start_s = self._now()
-        saved = journey.run(Trigger(0, is_last=True), None, save)
+        saved = offload_run.run(Trigger(0, is_last=True), None, save)
         tensors.clear()
-        output = cast("Tensor", journey.run(Trigger(1, is_last=True), None, compute))
+        output = cast("Tensor", offload_run.run(Trigger(1, is_last=True), None, compute))
         middle_s = self._now()
         output.backward(torch.ones_like(output))
         return middle_s - start_s, self._now() - middle_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.prediction import Prediction
 from torchremat.schedules.chain import Tree
 
@@ -21,7 +21,7 @@ class Candidate:
     tree: Tree
     prediction: Prediction
     cost: float
-    offloads: Offloads = field(default_factory=lambda: NO_LOADS, hash=False)
+    offloads: Offloads = field(default_factory=lambda: NO_OFFLOADS, hash=False)
 
     @property
     def slowdown(self) -> float:

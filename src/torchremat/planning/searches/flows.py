@@ -47,7 +47,7 @@ def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
                 inputs=tuple(place[value] for value in run.reads),
                 outputs=tuple(place[value] for value in run.makes),
                 cost=one,
-                replaceable=run.traits.is_kept and bool(run.makes),
+                replaceable=run.op_info.is_kept and bool(run.makes),
             )
             for run, one in zip(runs, costs, strict=True)
         ),

@@ -18,13 +18,13 @@ from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import every_unit
-from torchremat.planning.searches.inter_call_saves import glue_of
+from torchremat.planning.searches.inter_call_saves import inter_call_saves_of
 from torchremat.planning.simulator.parts import PartsSimulator
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
 
 _BACKWARD_MOMENTS = (ProgramPoint.RECOMPUTE, ProgramPoint.BACKWARD, ProgramPoint.RELEASED)
-_UNIT_MOMENTS = (ProgramPoint.FORWARD, ProgramPoint.LEFT, *_BACKWARD_MOMENTS)
+_UNIT_POINTS = (ProgramPoint.FORWARD, ProgramPoint.LEFT, *_BACKWARD_MOMENTS)
 
 
 def divisible(pair: ProfilePair) -> frozenset[int]:
@@ -128,7 +128,7 @@ class _Mixture:
         within = [self._fine_units(unit.calls) for unit in blocks.units.units]
         self.first = [inside[0] for inside in within]
         self.last = [inside[-1] for inside in within]
-        self.inter_call = glue_of(blocks, leaves, list(zip(self.first, self.last, strict=True)))
+        self.inter_call = inter_call_saves_of(blocks, leaves, list(zip(self.first, self.last, strict=True)))
         self.counted = self.inter_call.counted(self.split)
 
     def _fine_units(self, calls: tuple[int, ...]) -> list[int]:
@@ -146,7 +146,7 @@ class _Mixture:
         extra: dict[Key, int] = {}
         after: dict[Key, int] = {}
         for index, (source, place, whole) in enumerate(self.origin):
-            for point in _UNIT_MOMENTS:
+            for point in _UNIT_POINTS:
                 until = len(self.inter_call.within) if self.stays and point in _BACKWARD_MOMENTS else whole
                 beside = self._saved_before(until, whole=source is self.blocks)
                 if (point, place) in source.extra_bytes:

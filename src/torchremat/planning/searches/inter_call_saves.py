@@ -61,7 +61,7 @@ class InterCallSaves:
         return found
 
 
-def glue_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple[int, int]]) -> InterCallSaves:
+def inter_call_saves_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple[int, int]]) -> InterCallSaves:
     """Return the inter-call saves.
 
     Args:

@@ -202,7 +202,7 @@ class _Maker:
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
         again = [index for index in range(selection.ends) if index not in replay.spared]
         ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
-        operators = tuple(run.name for run in runs if run.traits.is_counted)
+        operators = tuple(run.name for run in runs if run.op_info.is_counted)
         seen = self._seen(unit, asked_about(operators, ordinals))
         taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
         overhead_s = profile.overheads.seconds(*taken)
@@ -230,14 +230,14 @@ class _Maker:
         After the last of these, operators are seen until something is saved.
         """
         runs = self.runs(unit)
-        counted = [index for index, run in enumerate(runs) if run.traits.is_counted]
+        counted = [index for index, run in enumerate(runs) if run.op_info.is_counted]
         saves = (value.saved_after for value in self.flow(unit).values if value.needed)
         return min((position for position in saves if not asked or position > counted[asked - 1]), default=len(runs))
 
     def like(self, unit: int, option: OptionBytes) -> OptionBytes:
         """Return the bytes and time of a unit that holds the same operators as an option."""
         runs = self.runs(unit)
-        counted = (index for index, run in enumerate(runs) if run.traits.is_counted)
+        counted = (index for index, run in enumerate(runs) if run.op_info.is_counted)
         held = (index for index in counted if _ordinal(runs, index) in option.ordinals)
         return self.option(unit, evaluate(self.flow(unit), held))
 
@@ -284,7 +284,7 @@ class _Maker:
             replace(operator, cost=self.amount(measured_s, nominal_seconds(log, run), operator.cost))
             for operator, run, measured_s in zip(flow.operators, runs, seconds, strict=True)
         )
-        casts = {v for one, run in zip(operators, runs, strict=True) if run.traits.is_cast for v in one.outputs}
+        casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
         values = tuple(
             Value(
                 size_bytes=value.size_bytes,
@@ -299,7 +299,7 @@ class _Maker:
 
 def _ordinal(runs: list[Run], index: int) -> int:
     """The number of an operator as the policy of a region counts them: without casts and views."""
-    return sum(run.traits.is_counted for run in runs[:index])
+    return sum(run.op_info.is_counted for run in runs[:index])
 
 
 def _form(flow: Dataflow) -> Dataflow:

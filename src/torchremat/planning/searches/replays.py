@@ -109,7 +109,7 @@ class SelectionReplay:
         return self._state_bytes * len(self._drawn(self.spared)) + sum(map(self.size, self.held))
 
     def _drawn(self, operators: Iterable[int]) -> list[int]:
-        return sorted(index for index in operators if self._runs[index].traits.is_random)
+        return sorted(index for index in operators if self._runs[index].op_info.is_random)
 
     def forward_peak(self) -> int:
         """Return the peak of the forward over the live bytes at its beginning."""

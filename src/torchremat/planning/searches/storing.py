@@ -62,9 +62,11 @@ class Storing:
         self._judged = 0
         calls = [unit.calls for unit in solver.profile.units.units]
         # By the index of the store, then by unit.
-        self._cargoes = {
+        self._offload_sizes = {
             store_profile.store: {
-                unit: store_profile.cargoes[own] for unit, own in enumerate(calls) if own in store_profile.cargoes
+                unit: store_profile.offload_sizes[own]
+                for unit, own in enumerate(calls)
+                if own in store_profile.offload_sizes
             }
             for store_profile in store_profiles
         }
@@ -123,7 +125,7 @@ class Storing:
     def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a candidate that keeps each stored unit for which the tree still fits."""
         for unit in sorted(best.offloads, reverse=True):
-            offloads = {one: load for one, load in best.offloads.items() if one != unit}
+            offloads = {one: choice for one, choice in best.offloads.items() if one != unit}
             if not offloads:
                 break
             store_profile = self.store_profiles[next(iter(offloads.values())).planned.store]
@@ -149,13 +151,17 @@ class Storing:
         """Return the price to compare with candidates without stores: its cost, and for seconds the uncertainty too."""
         if self.solver.cost_unit != "seconds":
             return found.cost
-        spread = max(self.store_profiles[load.planned.store].speed.spread for load in found.offloads.values())
+        spread = max(self.store_profiles[choice.planned.store].speed.spread for choice in found.offloads.values())
         return found.cost + _LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
 
     def _storable(self, store_profile: StoreProfile, tree: Tree) -> list[int]:
-        order, cargoes = set(self.profile.order), self._cargoes[store_profile.store]
-        kept = [node.stage for node in tree if isinstance(node, KeepNode) and not node.option and node.stage in cargoes]
-        return [unit for unit in kept if unit in order and self._frees(cargoes[unit])]
+        order, offload_sizes = set(self.profile.order), self._offload_sizes[store_profile.store]
+        kept = [
+            node.stage
+            for node in tree
+            if isinstance(node, KeepNode) and not node.option and node.stage in offload_sizes
+        ]
+        return [unit for unit in kept if unit in order and self._frees(offload_sizes[unit])]
 
     def _frees(self, offload_size: OffloadSize) -> bool:
         """Return whether a payload frees more than its store holds in its place; storages live anyway are not freed."""
@@ -167,7 +173,7 @@ class Storing:
         """Return as many of the units as the store has room for."""
         taken, total = list[int](), 0
         for unit in units:
-            total += self._cargoes[store_profile.store][unit].all_bytes
+            total += self._offload_sizes[store_profile.store][unit].all_bytes
             if store_profile.limit_bytes is not None and total > store_profile.limit_bytes:
                 break
             taken.append(unit)
@@ -197,16 +203,16 @@ class Storing:
         self, store_profile: StoreProfile, tree: Tree, units: Sequence[int], reach: int
     ) -> tuple[Offloads, float]:
         """Return the offload choices of units with the points of their transfers, and the seconds that these add."""
-        profile, speed, cargoes = self.profile, store_profile.speed, self._cargoes[store_profile.store]
+        profile, speed, offload_sizes = self.profile, store_profile.speed, self._offload_sizes[store_profile.store]
         place = {unit: i for i, unit in enumerate(profile.order)}
         forward_s = [cost.seconds for cost in profile.costs]
         backward_s = self._backward_s(tree)
         going, coming = sorted(units), sorted(units, key=lambda unit: place[unit])
-        out_s = {unit: speed.out.seconds(cargoes[unit]) for unit in units}
-        in_s = {unit: speed.back.seconds(cargoes[unit]) for unit in units}
+        out_s = {unit: speed.out.seconds(offload_sizes[unit]) for unit in units}
+        in_s = {unit: speed.back.seconds(offload_sizes[unit]) for unit in units}
         # Part of it displaces compute, the rest overlaps with it.
-        out_busy_s = {unit: speed.out.busy_s(cargoes[unit]) for unit in units}
-        in_busy_s = {unit: speed.back.busy_s(cargoes[unit]) for unit in units}
+        out_busy_s = {unit: speed.out.busy_s(offload_sizes[unit]) for unit in units}
+        in_busy_s = {unit: speed.back.busy_s(offload_sizes[unit]) for unit in units}
         moving_s = sum(out_busy_s.values()) + sum(in_busy_s.values())
         out_s = {unit: out_s[unit] - out_busy_s[unit] for unit in units}
         in_s = {unit: in_s[unit] - in_busy_s[unit] for unit in units}
@@ -218,7 +224,7 @@ class Storing:
         begins = latest_begins(backward_s, [(place[unit], in_s[unit]) for unit in coming])
         reads = [
             Read(begun=max(begun, place[unit] - reach), due=place[unit], seconds=in_s[unit])
-            if cargoes[unit].comes_ahead
+            if offload_sizes[unit].comes_ahead
             else Read(begun=place[unit], due=place[unit], seconds=in_s[unit])
             for unit, begun in zip(coming, begins, strict=True)
         ]
@@ -231,9 +237,9 @@ class Storing:
                     store=store_profile.store,
                     leaves_after=leaves[unit],
                     comes_before=profile.order[read.begun],
-                    stored_bytes=cargoes[unit].all_bytes,
+                    stored_bytes=offload_sizes[unit].all_bytes,
                 ),
-                offload_size=cargoes[unit],
+                offload_size=offload_sizes[unit],
             )
             for unit, read in zip(coming, reads, strict=True)
         }
@@ -263,5 +269,5 @@ def rank(one: Candidate) -> tuple[float, float, int, int]:
 
     Of equal flops the candidate of the fewest seconds is chosen.
     """
-    stored_bytes = sum(load.planned.stored_bytes for load in one.offloads.values())
+    stored_bytes = sum(choice.planned.stored_bytes for choice in one.offloads.values())
     return one.cost, one.prediction.seconds + one.prediction.moving_s, stored_bytes, one.prediction.peak_bytes

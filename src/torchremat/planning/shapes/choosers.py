@@ -131,7 +131,7 @@ class Chooser:
             if self.operators:
                 # For flops, whatever the cost is: the executor's overhead, which forbids options where steps are short,
                 # is weighed at each shape.
-                pair = self.family.store_profile(selections_of(pair.blocks, "flops"), self.cost_unit)
+                pair = self.family.offer(selections_of(pair.blocks, "flops"), self.cost_unit)
             self._search = Search(pair, self.cost_unit, operators=False)
             self._searched = self.family.changes
             self._rungs.clear()

@@ -77,7 +77,7 @@ class Family:
         del self.shapes[place], self.pair[place]
         self._mix(self.pair)
 
-    def store_profile(self, selections: Selections, cost: Cost) -> ProfilePair:
+    def offer(self, selections: Selections, cost: Cost) -> ProfilePair:
         """Let units hold the outputs of some operators, at every shape; until another shape is learned.
 
         Args:

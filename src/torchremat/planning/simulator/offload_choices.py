@@ -145,14 +145,14 @@ class StoreProfile:
 
     Attributes:
         store: Its index among the given stores.
-        cargoes: Offload sizes by the calls of a unit, so that they hold in each mixture of whole and split units; units
-            without any are absent.
+        offload_sizes: Offload sizes by the calls of a unit, so that they hold in each mixture of whole and split units;
+            units without any are absent.
         speed: Its speed.
         limit_bytes: Its capacity in bytes; None for no limit.
     """
 
     store: int
-    cargoes: Mapping[tuple[int, ...], OffloadSize]
+    offload_sizes: Mapping[tuple[int, ...], OffloadSize]
     speed: Speed
     limit_bytes: int | None = None
 
@@ -190,4 +190,4 @@ class OffloadChoice:
 
 
 Offloads = Mapping[int, OffloadChoice]
-NO_LOADS: Offloads = MappingProxyType({})
+NO_OFFLOADS: Offloads = MappingProxyType({})

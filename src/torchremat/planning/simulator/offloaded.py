@@ -31,9 +31,9 @@ class OffloadedBytes:
         self._offloads = offloads
         self._leaving: dict[int, list[int]] = {}
         self._coming: dict[int, list[int]] = {}
-        for unit, load in offloads.items():
-            self._leaving.setdefault(load.planned.leaves_after, []).append(unit)
-            self._coming.setdefault(load.planned.comes_before, []).append(unit)
+        for unit, choice in offloads.items():
+            self._leaving.setdefault(choice.planned.leaves_after, []).append(unit)
+            self._coming.setdefault(choice.planned.comes_before, []).append(unit)
         # For each unit that has left and is not back, its boundary storages that are not back.
         self._gone: dict[int, set[int]] = {}
         self._put: Counter[int] = Counter()  # by boundary storage, the number of units that have it in a store

@@ -67,7 +67,7 @@ class PartsSimulator(MemorySimulator):
     def _of(self, unit: int) -> PartBytes:
         return cast("PartBytes", self.sizes[unit])
 
-    def leave_glue(self, storage: int) -> None:
+    def leave_inter_call(self, storage: int) -> None:
         """Release nothing: the graph stays."""
 
     def leave(self, region: RegionNode) -> None:

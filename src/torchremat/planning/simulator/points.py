@@ -190,7 +190,7 @@ class Lifetimes:
         self.graphs = [units.graph_until(unit) for unit in range(count)]
 
     @cached_property
-    def glue_before(self) -> dict[int, list[int]]:
+    def inter_call_before(self) -> dict[int, list[int]]:
         """`inter_call` by the number of units that ran before."""
         found: dict[int, list[int]] = {}
         for storage, before in self.inter_call:

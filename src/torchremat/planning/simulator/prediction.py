@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Key, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.schedules.chain import KeepNode, Tree
@@ -42,14 +42,14 @@ class Prediction:
     moving_s: float = 0.0
 
 
-def walk_of(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> MemorySimulator:
+def walk_of(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> MemorySimulator:
     """Return the simulator of a step under `tree`, with some of the kept units in stores."""
     return MemorySimulator(
         profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads
     )
 
 
-def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> Prediction:
+def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> Prediction:
     """Return the prediction for a step under `tree`, with some of the kept units in stores; omits `moving_s`."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     highest = {True: peak, False: 0}  # by whether backward has not begun

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.simulator.graphs import Graphs
 from torchremat.planning.simulator.links import Links
-from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
 from torchremat.regions.rules import ended, last_needed, last_uses
@@ -42,7 +42,7 @@ class MemorySimulator:
         lifetimes: Lifetimes,
         tree: Tree,
         options: Options = (),
-        offloads: Offloads = NO_LOADS,
+        offloads: Offloads = NO_OFFLOADS,
     ) -> None:
         self.units = units
         self.sizes = sizes
@@ -134,7 +134,7 @@ class MemorySimulator:
 
     def forward(self) -> Iterator[Live]:
         """Simulate the first forward."""
-        inter_call = self.lifetimes.glue_before
+        inter_call = self.lifetimes.inter_call_before
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(inter_call.get(unit, ()))
             self.be_born(self.units.entered(unit))
@@ -248,7 +248,7 @@ class MemorySimulator:
         inter_call = sorted(self.lifetimes.inter_call, key=lambda one: -one[1])
         for unit in self.order:
             while inter_call and inter_call[0][1] > unit:
-                self.leave_glue(inter_call.pop(0)[0])
+                self.leave_inter_call(inter_call.pop(0)[0])
             chain = self.around[unit]
             yield from self.offloaded.came(unit)
             option = self.chosen.get(unit)
@@ -272,7 +272,7 @@ class MemorySimulator:
                 (ProgramPoint.RELEASED, unit), self.total(), None, f"backward before {self.units.units[unit].name}"
             )
 
-    def leave_glue(self, storage: int) -> None:
+    def leave_inter_call(self, storage: int) -> None:
         """Release a storage that code between the units has saved."""
         self.release((storage,))
 

@@ -31,7 +31,7 @@ from torchremat.errors import CheckpointError
 from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
 from torchremat.regions.selective.cache import Operator, Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
-from torchremat.regions.selective.op_info import OpInfo, known_traits, traits_of
+from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
 from torchremat.regions.threads import thread
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Watching:
 
     def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that the policy is not asked about: it may write to kept memory."""
-        op_info = known_traits.get(id(operator)) or traits_of(operator)
+        op_info = known_op_info.get(id(operator)) or op_info_of(operator)
         if op_info.writes:
             self.selection.protect(written_by(op_info.writes, args, kwargs))
         output = op_info.run(*args, **kwargs)
@@ -117,7 +117,7 @@ class Collecting(Watching):
         """Run an operator."""
         if self.is_done:
             return self.unasked(operator, args, kwargs)
-        op_info = known_traits.get(id(operator)) or traits_of(operator)
+        op_info = known_op_info.get(id(operator)) or op_info_of(operator)
         decisions = self._decisions
         decision = None if decisions is None else decisions.get(op_info)
         selection = self.selection
@@ -256,7 +256,7 @@ class Replaying(Watching):
             return self.unasked(operator, args, kwargs)
         op_info = operators[index] if index < len(operators) else None
         if op_info is None or op_info.operator is not operator:
-            op_info = traits_of(operator)
+            op_info = op_info_of(operator)
             if not (
                 self.difference
                 or not op_info.is_counted

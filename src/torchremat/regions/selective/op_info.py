@@ -86,14 +86,14 @@ class OpInfo:
 _ACCUMULATING = ("aten.add.", "aten.add_.", "aten.clone.", "aten.new_empty_strided.", "aten.copy_.")
 
 # By identity, as hashing an operator is slow.
-known_traits: dict[int, OpInfo] = {}
+known_op_info: dict[int, OpInfo] = {}
 
 
-def traits_of(operator: Any) -> OpInfo:
+def op_info_of(operator: Any) -> OpInfo:
     """Return the op info of an operator, always the same object."""
-    found = known_traits.get(id(operator))
+    found = known_op_info.get(id(operator))
     if found is None:
-        found = known_traits[id(operator)] = _traits_of(operator)
+        found = known_op_info[id(operator)] = _traits_of(operator)
     return found
 
 
