@@ -49,9 +49,10 @@ from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
+from torchremat.planning.report import Report
 from torchremat.planning.searches.progress import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
-from torchremat.planning.verification import Report, verify
+from torchremat.planning.verification import verify
 from torchremat.regions.functions import checkpoint, checkpointed
 from torchremat.regions.naming import name
 from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, run_once

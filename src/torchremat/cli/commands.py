@@ -50,10 +50,11 @@ from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import POINTS
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
+from torchremat.planning.report import Report
 from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.progress import Observer
-from torchremat.planning.verification import Report, verify
+from torchremat.planning.verification import verify
 from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.html import check_pages
