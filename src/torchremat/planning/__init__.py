@@ -7,10 +7,12 @@ searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible
 budgets, layout, inputs  the conditions of a plan, and putting a tree on a model
 plans, files             a plan as data
-requests, planner        `plan`: its checks, and its work
+requests, planner, doors `plan` and `frontier`: their checks, and their work
 descriptions, printing   the contents of a plan, and a plan as text
 frontiers, staircases    peak against time over all budgets
-verification, fitting    one real step under a plan
+verification, report, fitting  one real step under a plan
+conditions, scopes, checks     the first step of a training under a plan, compared with the planned one
+trained, overruns, soundings, sounded  later steps, watched for the budget
 shapes/     steps of changing shapes
 guarding/   a step that runs again when memory runs out
 compiling/  `torch.compile` with a budget

@@ -54,6 +54,8 @@ runtime.py           queries and requests for code that runs in a region
 carriers.py          values that reach a region past its arguments
 naming.py            names for tensors, by which a policy knows them
 spilling.py          tensors that a graph has saved already, moved into a store
+footprints.py        the bytes that a recompute adds
+rehearsals.py        steps that the library runs itself, which are no steps of a training
 diagnosis/           the message for a recompute that differs from its forward
 abandoning.py        a graph that no backward will run through
 """

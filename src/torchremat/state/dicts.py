@@ -104,6 +104,3 @@ def _write_dict(own: Dict, before: Dict) -> bool:
     lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
     refill_dict(own, {**{key: value for key, value in before.items() if not only_looks_on(value)}, **lookers})
     return True
-
-
-# ----------------------------------------------------------------------------------------------------- containers
