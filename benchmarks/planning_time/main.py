@@ -22,10 +22,11 @@ from _tables import bar, markdown, publish
 import models
 import torchremat
 import zoo
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.operators import Run
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.flows import flow_of
-from torchremat.planning.searches.solving import Search
+from torchremat.planning.searches.search import Search
 from torchremat.schedules.operator_selection import select
 
 
@@ -83,7 +84,7 @@ def planning_round(planner: torchremat.Planner, cost: str) -> dict[str, float]:
     plans: list[torchremat.Plan] = []
 
     def anew() -> None:
-        planner.solver = Search(pair, cost)
+        planner.solver = Search(pair, PlanOptions(cost=cost))
 
     def plan(share: float) -> None:
         plans.append(planner.plan(max(planner.floor_bytes, before + int(share * (plain - before)))))

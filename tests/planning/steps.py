@@ -12,8 +12,8 @@ from torchremat.planning.descriptions import held_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import profile_subject
+from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.planning.searches.solving import fitted
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode, RegionNode
 

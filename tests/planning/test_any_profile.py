@@ -12,10 +12,11 @@ from torch import nn
 from planning.kinds import KINDS
 from planning.steps import differences, outcome, profile, traced_peak
 from torchremat import Planner, TorchrematError
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import UnitCosts
+from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.solving import Search
 
 SIZES = (
     "inside_bytes",
@@ -68,7 +69,7 @@ def test_whatever_the_bytes_are_there_is_a_lowest_peak_and_what_is_found_fits(na
     # sequence".
     own = grains_of(name)
     pair = ProfilePair(blocks=figures(own.blocks, rng), leaves=own.leaves and figures(own.leaves, rng))
-    search = Search(pair, cost, operators=False, search_budget=SearchBudget())
+    search = Search(pair, PlanOptions(cost=cost, operators=False), search_budget=SearchBudget())
 
     floor, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
 

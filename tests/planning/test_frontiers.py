@@ -10,7 +10,7 @@ from torch import nn
 import models
 import torchremat
 from planning.steps import differences, outcome, traced_peak
-from torchremat.planning import planner as planners
+from torchremat.planning import profiled_step as planners
 from torchremat.planning.frontiers import FrontierPoint
 
 

@@ -30,7 +30,7 @@ from stages.blocks import Block
 from torchremat import Adaptive, BudgetError, Compressed, Disk, Pipe, Planner, codecs
 from torchremat._compat.binding import RELEASE
 from torchremat.pipeline import StagePlanner
-from torchremat.planning import planner as planners
+from torchremat.planning import profiled_step as planners
 from torchremat.planning.profiles import store_sizes as weighing
 from torchremat.planning.profiles.agreement import profiled_together
 from torchremat.planning.profiles.profiling import ProfilePair

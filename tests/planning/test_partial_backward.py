@@ -22,10 +22,10 @@ from torchremat.measuring.step import run_backward
 from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.granularity import divisible, mixed
 from torchremat.planning.searches.options import options_of, options_with
-from torchremat.planning.searches.solving import fitted
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import over_bytes
 from torchremat.planning.simulator.simulator import MemorySimulator

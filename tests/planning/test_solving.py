@@ -11,8 +11,11 @@ from torch.nn import functional as F
 import models
 from planning.kinds import KINDS, inputs, linear, square
 from planning.steps import blocks, profile, text, traced_peak, under
+from torchremat.planning.plan_options import PlanOptions
+from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.solving import Search, Solver, fitted
+from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.prediction import predict
 from torchremat.schedules.chain import KeepNode, RegionNode
 
@@ -182,7 +185,7 @@ def test_the_same_limit_has_the_same_tree():
 
 def test_the_search_over_both_grains_is_never_worse_than_the_coarse_one():
     pair = profile(*models.gpt_step(blocks=4, width=64, context=64, batch=2))
-    search, alone = Search(pair, "flops"), Solver(pair.blocks, "flops")
+    search, alone = Search(pair, PlanOptions(cost="flops")), Solver(pair.blocks, "flops")
     floor, plain = alone.floor.prediction.peak_bytes, alone.plain.prediction.peak_bytes
 
     assert search.floor.prediction.peak_bytes <= floor
@@ -261,9 +264,9 @@ class Ticking(SearchBudget):
 def test_a_search_without_time_still_has_a_plan_that_fits(looks):
     model, step = uneven(0, 8)
     pair = profile(model, step)
-    limit = Search(pair, "flops").plain.prediction.peak_bytes * 6 // 10
+    limit = Search(pair, PlanOptions(cost="flops")).plain.prediction.peak_bytes * 6 // 10
 
-    found = Search(pair, "flops", search_budget=Ticking(looks)).solve(limit)
+    found = Search(pair, PlanOptions(cost="flops"), search_budget=Ticking(looks)).solve(limit)
 
     assert found.prediction.peak_bytes <= limit
 
@@ -271,7 +274,7 @@ def test_a_search_without_time_still_has_a_plan_that_fits(looks):
 def test_time_that_runs_out_ends_the_search():
     pair = profile(*uneven(0, 8))
     search_budget = Ticking(0)
-    search = Search(pair, "flops", search_budget=search_budget)
+    search = Search(pair, PlanOptions(cost="flops"), search_budget=search_budget)
 
     search.solve(search.plain.prediction.peak_bytes * 6 // 10)
 

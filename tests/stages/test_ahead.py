@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from torchremat import Session
 from torchremat.measuring.allocator import record_allocations
+from torchremat.planning.descriptions import plan_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.chain import KeepNode, RegionNode
@@ -84,7 +85,7 @@ def test_every_tree(name):
     plain, *found = shares(planner.solver, sums=plainly, ahead=True)
     differences, is_within = set(), True
     for share in found:
-        plan = planner.plan_of(share.candidate, 0, "0")
+        plan = plan_of(planner, share.candidate, 0, "0")
         plan.apply(module)
         ahead, backward = measured(module, ALL)
         # The gradient may come at any time, and what was not reached by then is recomputed in the backward.

@@ -11,6 +11,7 @@ from regions.comparing import Tied
 from torchremat import Session, UnsupportedError
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.allocator import record_allocations
+from torchremat.planning.descriptions import plan_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import shares
 from torchremat.stages.parts import Parts
@@ -120,7 +121,7 @@ def test_every_tree(name):
 
     differences = set()
     for share in found[:: max(1, len(found) // 16)]:
-        plan = planner.plan_of(share.candidate, 0, "0")
+        plan = plan_of(planner, share.candidate, 0, "0")
         plan.apply(module)
         figures = measured(module, drops=name != "tied")
         plan.remove(module)
@@ -139,7 +140,7 @@ def test_every_tree_ahead(name):
 
     differences, is_within = set(), True
     for share in found[:: max(1, len(found) // 16)]:
-        plan = planner.plan_of(share.candidate, 0, "0")
+        plan = plan_of(planner, share.candidate, 0, "0")
         plan.apply(module)
         figures = [measured(module, drops=name != "tied", ahead=ahead) for ahead in (False, True)]
         plan.remove(module)

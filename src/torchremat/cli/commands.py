@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -34,8 +34,8 @@ from torchremat.cli.options import (
     Target,
     Trace,
     budget_of,
-    described_of,
     number_of,
+    options_of,
     place_of,
     stores_of,
 )
@@ -48,12 +48,11 @@ from torchremat.planning.bars import progress_bar
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import POINTS
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.report import Report
 from torchremat.planning.requests import check_request
-from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.progress import Observer
 from torchremat.planning.verification import verify
 from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
@@ -191,7 +190,8 @@ def plan_command(
         if save_device is not None and on is not None:
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
-        _, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store, on=on)
+        options = options_of(device, on, store, progress, cost=cost, operators=operators)
+        _, planner = _planner(target, options, asked)
         found = planner.plan(asked.budget, margin=asked.margin_bytes)
         text = str(found)  # works the certificate out
         if save_device is not None:
@@ -216,7 +216,8 @@ def frontier_command(
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot, html=html)
-        _, planner = _planner(target, device, progress, None, cost=cost, operators=operators, store=store, on=on)
+        options = options_of(device, on, store, progress, cost=cost, operators=operators)
+        _, planner = _planner(target, options, None)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
     for remark in found.remarks:
@@ -266,7 +267,8 @@ def fit_command(
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, trace, plot=plot, html=html)
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
-        own, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store)
+        options = options_of(device, None, store, progress, cost=cost, operators=operators)
+        own, planner = _planner(target, options, asked)
         found = fit_with(planner, own.model, budget=asked.budget, margin=asked.margin_bytes).plan
         text = str(found)  # works the certificate out
     with _working("verifying"):
@@ -286,43 +288,14 @@ class _Asked:
     margin_bytes: int
 
 
-def _planner(
-    target: str,
-    device: str | None,
-    show: Observer,
-    asked: _Asked | None,
-    *,
-    cost: Cost,
-    operators: bool,
-    store: list[str] | None,
-    on: On = None,
-) -> tuple[TargetStep, Planner]:
+def _planner(target: str, options: PlanOptions, asked: _Asked | None) -> tuple[TargetStep, Planner]:
     """Return the factory's target and its planner; warnings are printed at the end, also on failure."""
-    place, stores = described_of(device, on), stores_of(store)  # their errors are reported before a model is made
     own = load(target)
+    options = replace(options, optimizer=own.optimizer)
     if asked is not None:
-        check_request(
-            own.model,
-            own.step,
-            asked.budget,
-            margin=asked.margin_bytes,
-            optimizer=own.optimizer,
-            device=place,
-            on=on,
-        )
+        check_request(own.model, own.step, options, asked.budget, margin=asked.margin_bytes)
     with _saying_warnings():
-        planner = Planner(
-            own.model,
-            own.step,
-            optimizer=own.optimizer,
-            device=place,
-            cost=cost,
-            operators=operators,
-            stores=stores,
-            on=on,
-            progress=show,
-        )
-    return own, planner
+        return own, Planner(own.model, own.step, **options.keywords)
 
 
 def _check_files(*paths: Path | None, plot: Path | None = None, html: Path | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Unpack
 
 import torch
 import typer
@@ -13,7 +13,9 @@ from torchremat.cli.targets import SHAPE, TargetError
 from torchremat.planning.budgets import checked_bytes, relative_of
 from torchremat.planning.devices.device import Device as DeviceDescription
 from torchremat.planning.devices.device import device_of, is_described
+from torchremat.planning.plan_options import PlanOptions, SearchKeywords
 from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.progress import Observer
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.tensors.handles import Store
@@ -82,6 +84,19 @@ def described_of(text: str | None, on: On) -> torch.device | DeviceDescription |
         TargetError: The device does not exist.
     """
     return place_of(text) if on is None else device_of(text)
+
+
+def options_of(
+    device: str | None, on: On, store: list[str] | None, progress: Observer, **search: Unpack[SearchKeywords]
+) -> PlanOptions:
+    """Return the options of a plan; their errors are reported before a model is made.
+
+    Raises:
+        DeviceError: The description of the device does not exist.
+        TargetError: The device, or a kind of store, does not exist.
+    """
+    place, stores = described_of(device, on), stores_of(store)
+    return PlanOptions(device=place, on=on, stores=stores, progress=progress, **search)
 
 
 def stores_of(names: list[str] | None) -> list[Store]:

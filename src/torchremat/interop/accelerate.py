@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -21,7 +21,7 @@ from torchremat.interop.budgets import Budgeted, Training, check_recomputes_noth
 from torchremat.interop.wishes import Wishes
 from torchremat.interop.words import Words
 from torchremat.measuring.step import check_takes
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 
 try:
     import accelerate
@@ -65,6 +65,7 @@ class _Shaped:
 _shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
 
 
+@takes(SearchKeywords)
 def prepare(
     accelerator: accelerate.Accelerator,
     model: M,
@@ -73,9 +74,8 @@ def prepare(
     *,
     budget: int | str,
     margin: int | str = 0,
-    cost: Cost = "seconds",
-    operators: bool = True,
     shapes: bool = False,
+    **options: Unpack[SearchKeywords],
 ) -> tuple[M, AcceleratedOptimizer]:
     """Return the result of `accelerator.prepare(model, optimizer)`, with a plan that a real step has confirmed.
 
@@ -94,9 +94,8 @@ def prepare(
             be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        cost: What to minimise, `"seconds"` or `"flops"`.
-        operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.
@@ -104,7 +103,7 @@ def prepare(
         UnsupportedError: The model recomputes by itself, or an engine of its own runs backward; `shapes=True`, and
             several processes train together.
     """
-    wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
+    wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
     _check(accelerator, model)
     if shapes and callable(step):
         check_takes(step, "step(model, batch)", model, None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -108,10 +108,9 @@ class Budgeted:
                     training.model,
                     self._bound,
                     budget=wishes.budget,
-                    optimizer=training.optimizer,
-                    cost=wishes.cost,
                     margin=wishes.margin,
-                    operators=wishes.operators,
+                    optimizer=training.optimizer,
+                    **wishes.options.search_keywords,
                 )
 
     @contextmanager
@@ -219,9 +218,10 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
     with _advised(training), ExitStack() as stack:
-        check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
+        options = replace(wishes.options, optimizer=optimizer)
+        check_request(model, step, options, wishes.budget, margin=wishes.margin)
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
-        planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
+        planner = Planner(model, step, **options.keywords)
         found = fit_with(planner, model, budget=wishes.budget, margin=wishes.margin)
     plan = found.plan
     _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)

@@ -52,9 +52,8 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        cost: What to minimise, `"seconds"` or `"flops"`.
-        operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size.

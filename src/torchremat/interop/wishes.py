@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from torchremat.errors import BudgetError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
-from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,25 +17,22 @@ class Wishes:
     Attributes:
         budget: As for `fit`.
         margin: As for `fit`.
-        cost: As for `fit`.
-        operators: As for `fit`.
+        options: As for `fit`.
         shapes: Whether lengths vary so much that each shape has a plan of its own.
 
     Raises:
         BudgetError: Budget or margin is not a size.
-        UnsupportedError: Another option is invalid.
+        UnsupportedError: `shapes` is invalid.
     """
 
     budget: int | str
     margin: int | str = 0
-    cost: Cost = "seconds"
-    operators: bool = True
+    options: PlanOptions
     shapes: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self.budget, "meta", margin=self.margin)
-        check_cost(self.cost)
-        check_flags(operators=self.operators, shapes=self.shapes)
+        check_flags(shapes=self.shapes)
         if self.shapes and relative_of(self.budget) is not None:
             raise BudgetError(
                 f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
@@ -48,23 +46,17 @@ class MemoryBudget:
     Args:
         budget: See `Wishes`.
         margin: See `Wishes`.
-        cost: See `Wishes`.
-        operators: See `Wishes`.
         shapes: See `Wishes`.
+        options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
         BudgetError: See `Wishes`.
-        UnsupportedError: See `Wishes`.
+        UnsupportedError: `shapes` or an option is invalid.
     """
 
+    @takes(SearchKeywords)
     def __init__(
-        self,
-        budget: int | str,
-        *,
-        margin: int | str = 0,
-        cost: Cost = "seconds",
-        operators: bool = True,
-        shapes: bool = False,
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[SearchKeywords]
     ) -> None:
         super().__init__()
-        self._wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
+        self._wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)

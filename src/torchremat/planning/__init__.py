@@ -5,11 +5,17 @@ devices/    the same for an absent device, without running the step
 simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
 searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible
-budgets, layout, inputs  the conditions of a plan, and putting a tree on a model
-plans, files             a plan as data
-requests, planner, doors `plan` and `frontier`: their checks, and their work
-descriptions, printing   the contents of a plan, and a plan as text
-frontiers, staircases    peak against time over all budgets
+budgets, hosts           a budget in bytes, and the memory of a host
+layout, inputs           putting a tree on a model
+plan_options, requests   the options of `plan` and others, checked
+profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
+planner, doors           `plan` and `frontier`
+forecasts, plan_data     a plan as data
+plans, files             its verbs and views, and its file
+descriptions             a candidate as a plan
+printing, plan_page      a plan as text, and as a page
+frontier_data, frontiers, frontier_page, staircases  peak against time over all budgets
+bars                     the progress of planning in a terminal
 verification, report, fitting  one real step under a plan
 conditions, scopes, checks     the first step of a training under a plan, compared with the planned one
 trained, overruns, soundings, sounded  later steps, watched for the budget

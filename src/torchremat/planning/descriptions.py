@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from types import CodeType
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,9 +13,12 @@ from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import shares_that_work
 from torchremat.planning.conditions import Conditions
+from torchremat.planning.forecasts import Forecast, Point
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
-from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
+from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
+from torchremat.planning.plans import Plan, claimed
+from torchremat.planning.profiled_step import ProfiledStep
 from torchremat.planning.profiles.not_replayable import told
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
@@ -26,11 +28,7 @@ from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Tree
-from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from torchremat.planning.planner import Planner
 
 
 def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUnit:
@@ -116,101 +114,105 @@ def curve_of(
     return tuple(replace(point, seconds=point.seconds * scale) for point in points)
 
 
-def made_plan(
-    planner: Planner,
-    found: Candidate,
-    size: int,
-    budget: str,
-    *,
-    plain: tuple[int, PlainSource],
-    margin_bytes: int,
-    parameters: dict[str, tuple[int, ...]],
-    lines: Mapping[str, str],
-    stores: tuple[Store, ...],
-) -> Plan:
+def plan_of(profiled: ProfiledStep, found: Candidate, size: int, budget: str, *, margin_bytes: int = 0) -> Plan:
     """Return a candidate as a plan.
 
     Args:
-        planner: The planner that found it.
+        profiled: The step that it was found for.
         found: The candidate.
         size: The budget in bytes.
         budget: The budget as it was given.
-        plain: The peak of a plain step, and its source.
         margin_bytes: Bytes of the budget that have to stay free.
-        parameters: Shapes of the model's parameters, by name.
-        lines: Source lines of the model's modules, by name.
-        stores: The given stores.
     """
-    own, before, step = found.profile, planner.profile.before, planner.plain_step
-    state = own.optimizer.state_bytes if own.optimizer is not None else 0
-    lasts_s = own.seconds + found.prediction.seconds + found.prediction.moving_s
-    made = Plan(
-        budget_bytes=size,
-        budget=budget,
-        device=planner.device,
-        cost=planner.solver.cost_unit,
-        tree=found.tree,
-        held=held_of(own, found.tree),
-        units=tuple(planned_unit(own, unit, lines) for unit in range(len(own.units.units))),
-        calls=calls_of(own.units),
-        peak_bytes=planner.peak_of(found),
-        step_peak_bytes=planner.fixed_bytes + found.prediction.peak_bytes,
-        optimizer_peak_bytes=planner.optimizer_peak_bytes,
-        optimizer_state_bytes=state,
-        before_bytes=replace(before, optimizer_bytes=before.optimizer_bytes + state).parts,
-        kept_bytes=found.prediction.kept_bytes,
-        where=found.prediction.where,
-        plain_peak_bytes=plain[0],
-        plain_source=plain[1],
-        plain_seconds=own.seconds,
-        recompute_seconds=found.prediction.seconds,
-        recomputed_flops=found.prediction.flops,
-        recomputed_calls=found.prediction.calls,
-        flops=own.units.trace.flops,
-        # A search that ran out of time may know no lower peak than that of the plan.
-        floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
-        parameters=parameters,
-        inputs=input_sizes(own),
-        conditions=conditions_by_root(own),
-        curve=curve_of(own, found.tree, planner.fixed_bytes, found.offloads, lasts_s=lasts_s),
-        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
-        moving_seconds=found.prediction.moving_s,
-        stored=tuple(choice.planned for choice in found.offloads.values()),
-        stores=tuple(map(repr, stores)),
-        speeds=tuple(store_profile.speed for store_profile in planner.solver.store_profiles),
-        given_stores=stores,
-        ran_out=planner.solver.search_budget.ran_out,
-        unlike=dict(own.units.unlike),
-        planning_seconds=planner.spent_seconds,
-        planning_steps=planner.subject.runs,
-    )
+    search = profiled.solver
+    search.search_budget.tell("certificate", None)
     claim = claim_of(
-        own,
+        found.profile,
         found.tree,
         found.prediction,
-        unit=planner.solver.cost_unit,
-        step=step,
-        limit_bytes=size - margin_bytes - planner.fixed_bytes,
+        unit=search.cost_unit,
+        step=profiled.plain_step,
+        limit_bytes=size - margin_bytes - profiled.fixed_bytes,
         stores=bool(found.offloads),
     )
-    return claimed(made, claim)
+    parts = _choice(profiled, found), _forecast(profiled, found), _provenance(profiled, found, size, budget)
+    return claimed(Plan(**{name: value for part in parts for name, value in vars(part).items()}), claim)
 
 
-def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, *, plain_bytes: int) -> str:
+def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
+    own, lines = found.profile, lines_of(profiled.model)
+    return Choice(
+        tree=found.tree,
+        units=tuple(planned_unit(own, unit, lines) for unit in range(len(own.units.units))),
+        calls=calls_of(own.units),
+        held=held_of(own, found.tree),
+        stored=tuple(choice.planned for choice in found.offloads.values()),
+        unlike=dict(own.units.unlike),
+    )
+
+
+def _forecast(profiled: ProfiledStep, found: Candidate) -> Forecast:
+    own, prediction, before = found.profile, found.prediction, profiled.profile.before
+    peak_bytes, fixed_bytes = profiled.peak_of(found), profiled.fixed_bytes
+    plain_peak_bytes, plain_source = profiled.known_plain()
+    state_bytes = own.optimizer.state_bytes if own.optimizer is not None else 0
+    lasts_s = own.seconds + prediction.seconds + prediction.moving_s
+    return Forecast(
+        peak_bytes=peak_bytes,
+        step_peak_bytes=fixed_bytes + prediction.peak_bytes,
+        optimizer_peak_bytes=profiled.optimizer_peak_bytes,
+        optimizer_state_bytes=state_bytes,
+        before_bytes=replace(before, optimizer_bytes=before.optimizer_bytes + state_bytes).parts,
+        kept_bytes=prediction.kept_bytes,
+        where=prediction.where,
+        plain_peak_bytes=plain_peak_bytes,
+        plain_source=plain_source,
+        plain_seconds=own.seconds,
+        recompute_seconds=prediction.seconds,
+        recomputed_flops=prediction.flops,
+        recomputed_calls=prediction.calls,
+        flops=own.units.trace.flops,
+        # A search that ran out of time may know no lower peak than that of the plan.
+        floor_bytes=min(profiled.floor_bytes, profiled.budget_for(peak_bytes)),
+        curve=curve_of(own, found.tree, fixed_bytes, found.offloads, lasts_s=lasts_s),
+        plain_curve=curve_of(profiled.profile, profiled.solver.plain.tree, fixed_bytes, lasts_s=own.seconds),
+        moving_seconds=prediction.moving_s,
+    )
+
+
+def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str) -> Provenance:
+    search, stores = profiled.solver, tuple(profiled.options.stores)
+    return Provenance(
+        budget_bytes=size,
+        budget=budget,
+        device=profiled.device,
+        cost=search.cost_unit,
+        parameters=profiled.parameters,
+        inputs=input_sizes(found.profile),
+        stores=tuple(map(repr, stores)),
+        speeds=tuple(store_profile.speed for store_profile in search.store_profiles),
+        given_stores=stores,
+        ran_out=search.search_budget.ran_out,
+        conditions=conditions_by_root(found.profile),
+        planning_seconds=profiled.spent_seconds,
+        planning_steps=profiled.subject.runs,
+    )
+
+
+def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes: int) -> str:
     """Return the message for a budget that no plan fits.
 
     Args:
-        planner: The planner that was asked.
+        profiled: The step.
         size: The budget in bytes.
         budget: The budget as it was given.
-        plain_bytes: The peak of a plain step, the base of shares.
         reserved_bytes: Bytes of the budget that have to stay free.
     """
-    floor, floor_bytes = planner.solver.floor, planner.floor_bytes + reserved_bytes
-    shares = shares_that_work(floor_bytes, plain_bytes=plain_bytes, before_bytes=planner.fixed_bytes)
+    floor, floor_bytes = profiled.solver.floor, profiled.floor_bytes + reserved_bytes
+    shares = shares_that_work(floor_bytes, plain_bytes=profiled.known_plain()[0], before_bytes=profiled.fixed_bytes)
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
-    optimizer_peak = planner.optimizer_peak_bytes or 0
-    if optimizer_peak > planner.fixed_bytes + floor.prediction.peak_bytes:
+    optimizer_peak = profiled.optimizer_peak_bytes or 0
+    if optimizer_peak > profiled.fixed_bytes + floor.prediction.peak_bytes:
         return (
             f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
             f"{format_bytes(optimizer_peak)}, which no recomputation lowers. Smallest budget that works: "
@@ -226,7 +228,7 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, 
     return (
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
-        f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; {lowers}"
+        f"{format_bytes(profiled.fixed_bytes)} of it lie there before a step; {lowers}"
         + (f" {shares}" if shares else "")
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )

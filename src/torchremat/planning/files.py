@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
-from torchremat.planning.simulator.offload_choices import StoredUnit
+from torchremat.planning.plan_data import PlanData
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
 
 SCHEMA = "torchremat.plan"
@@ -23,10 +23,10 @@ VERSION = 1
 # No number of a plan is beyond this, and floats end not much later.
 _MOST_BITS = 128
 
-T = TypeVar("T")
+T = TypeVar("T", bound=PlanData)
 
 
-def to_json(plan: object) -> str:
+def to_json(plan: PlanData) -> str:
     """Return a plan as JSON text; lists of plain values stand on one line each."""
     content = {"schema": SCHEMA, "version": VERSION, **cast("dict[str, object]", _written(plan))}
     return _laid_out(content, "") + "\n"
@@ -65,39 +65,32 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
     return plan
 
 
-def _check_tree(plan: object, source: str) -> None:
-    # `Plan` is defined above this module, which sees it as a dataclass with these fields.
-    fields_of = cast("dict[str, object]", vars(plan))
-    tree, units = cast("Tree", fields_of["tree"]), cast("tuple[object, ...]", fields_of["units"])
-    known = cast("dict[str, tuple[object, ...]]", vars(fields_of["calls"]))
-    calls = known["units"]
+def _check_tree(plan: PlanData, source: str) -> None:
+    calls, units, tree = plan.calls.units, len(plan.units), plan.tree
     found = [keep.stage for keep in kept(tree)]
-    if found != list(range(len(units))) or len(calls) != len(units):
+    if found != list(range(units)) or len(calls) != units:
         raise PlanError(
-            f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}."
+            f"{source}: the tree covers the units {found}, the plan has {units}, with calls for {len(calls)}."
         )
-    held = [cast("dict[str, tuple[int, ...]]", vars(one)) for one in cast("tuple[object, ...]", fields_of["held"])]
-    parts = sorted(unit for one in held for unit in one["units"])
+    parts = sorted(unit for one in plan.held for unit in one.units)
     chosen = [keep.stage for keep in kept(tree) if keep.option]
     nested = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
     if nested:
         raise PlanError(f"{source}: the tree keeps the units {nested} in part inside of regions, which nothing can do.")
     if parts != chosen:
         raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
-    missing = [one["held"] for one in held if max(one["held"], default=0) >= len(one["operators"])]
+    missing = [one.held for one in plan.held if max(one.held, default=0) >= len(one.operators)]
     if missing:
         raise PlanError(f"{source}: `held` has numbers of operators that there are not: {missing[0]}.")
-    stored = cast("tuple[StoredUnit, ...]", fields_of["stored"])
-    stores, speeds = (cast("tuple[object, ...]", fields_of[name]) for name in ("stores", "speeds"))
-    last = max((max(one.unit, one.leaves_after, one.comes_before) for one in stored), default=0)
-    if last >= len(units) or any(one.store >= len(stores) for one in stored):
+    last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)
+    if last >= units or any(one.store >= len(plan.stores) for one in plan.stored):
         raise PlanError(f"{source}: `stored` names stores or units that there are not.")
-    if speeds and len(speeds) != len(stores):
-        raise PlanError(f"{source}: there are {len(stores)} stores, and the speeds of {len(speeds)}.")
+    if plan.speeds and len(plan.speeds) != len(plan.stores):
+        raise PlanError(f"{source}: there are {len(plan.stores)} stores, and the speeds of {len(plan.speeds)}.")
     empty = [unit for unit, made in enumerate(calls) if not made]
     if empty:
         raise PlanError(f"{source}: the units {empty} have no calls.")
-    if not known["roots"]:
+    if not plan.calls.roots:
         raise PlanError(f"{source}: `calls` has no roots, and without one nothing is recomputed.")
 
 

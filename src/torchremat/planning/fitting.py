@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar, Unpack
 
-import torch
 from torch import nn
 
 from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.planning.bars import shown
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.planner import Planner
+from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
+from torchremat.planning.planner import Planner, planner_shown
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.requests import check_request
-from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.progress import Progress
-from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,20 +40,8 @@ class Fitted:
 
 
 @without_our_frames
-def fit(
-    model: M,
-    step: Step,
-    *,
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
-    cost: Cost = "seconds",
-    margin: int | str = 0,
-    operators: bool = True,
-    stores: Sequence[Store] = (),
-    allow_lossy: bool = False,
-    progress: Callable[[Progress], None] | Literal[False] | None = None,
-) -> M:
+@takes(FitKeywords)
+def fit(model: M, step: Step, *, budget: int | str, margin: int | str = 0, **options: Unpack[FitKeywords]) -> M:
     """Return the model with a plan applied under which one real step was within the budget.
 
     If that step is above the budget by any byte, the plan is tightened by as much and tried again, three times.
@@ -67,14 +50,8 @@ def fit(
         model: The model.
         step: As for `plan`.
         budget: As for `plan`.
-        optimizer: As for `plan`.
-        device: As for `plan`.
-        cost: As for `plan`.
         margin: As for `plan`.
-        operators: As for `plan`.
-        stores: As for `plan`.
-        allow_lossy: As for `plan`.
-        progress: As for `plan`.
+        options: The fields of `PlanOptions`, without `on`.
 
     Raises:
         BudgetError: The budget or the margin is no size, or no plan fits, by prediction or by measurement; the model is
@@ -83,19 +60,9 @@ def fit(
         StepError: See `plan`.
         UnsupportedError: See `plan`.
     """
-    check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device)
-    with shown(progress) as observer:
-        planner = Planner(
-            model,
-            step,
-            optimizer=optimizer,
-            device=device,
-            cost=cost,
-            operators=operators,
-            stores=stores,
-            allow_lossy=allow_lossy,
-            progress=observer,
-        )
+    checked = PlanOptions(**options)
+    check_request(model, step, checked, budget, margin=margin)
+    with planner_shown(model, step, checked) as planner:
         fit_with(planner, model, budget=budget, margin=margin)
     return model
 

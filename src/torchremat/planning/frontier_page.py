@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torchremat.planning.frontier_data import FrontierData, FrontierPoint
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
 from torchremat.views.staircase_chart import staircase_chart
 
-if TYPE_CHECKING:
-    from torchremat.planning.frontiers import Frontier, FrontierPoint
 
-
-def page_of(frontier: Frontier) -> Page:
+def page_of(frontier: FrontierData) -> Page:
     """Return the page of a frontier."""
     points, plain, floor, knee = frontier.shown, frontier.points[0], frontier.floor, frontier.knee
     facts = [
@@ -45,7 +41,7 @@ def page_of(frontier: Frontier) -> Page:
     )
 
 
-def _table(frontier: Frontier) -> Table:
+def _table(frontier: FrontierData) -> Table:
     whole = max(1, frontier.shown[0].peak_bytes)
     stores = any(point.stored_bytes for point in frontier.shown)
     columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *(["stored"] if stores else []))

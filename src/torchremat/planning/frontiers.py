@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
+from torchremat.planning.descriptions import plan_of
+from torchremat.planning.frontier_data import FrontierData, FrontierPoint
 from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
+from torchremat.planning.profiled_step import ProfiledStep
 from torchremat.planning.searches.candidates import Candidate
-from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.search_budget import TIME_IS_OVER
-from torchremat.planning.staircases import Staircase, draw, knee_of
-from torchremat.tensors.sizes import format_bytes, format_flops
+from torchremat.planning.staircases import draw
+from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page
 from torchremat.views.viewed import Viewed
-
-if TYPE_CHECKING:
-    from torchremat.planning.planner import Planner
 
 POINTS = 24  # default number of budgets to search plans for
 
@@ -31,80 +27,24 @@ POINTS = 24  # default number of budgets to search plans for
 _FLOOR_SHARE = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontierPoint:
-    """Peak and time of a step under one plan.
-
-    Attributes:
-        budget_bytes: The smallest budget for which the plan is made: pass this to `plan` or `fit`.
-        peak_bytes: Predicted peak of a training step, including the live bytes before it.
-        step_bytes: Predicted peak of forward and backward alone, without the live bytes before.
-        recompute_seconds: Predicted seconds of recomputing.
-        recomputed_flops: Flops that are recomputed.
-        stored_bytes: Bytes that go to stores in a step, and come back.
-        slowdown: Predicted seconds of a step over those of a plain one.
-    """
-
-    budget_bytes: int
-    peak_bytes: int
-    step_bytes: int
-    recompute_seconds: float
-    recomputed_flops: int
-    stored_bytes: int
-    slowdown: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Frontier(Viewed):
+class Frontier(FrontierData, Viewed):
     """The plans of which none beats another in both peak and time. Made by `frontier`.
 
-    It keeps the planner, so a plan for any budget is made in milliseconds, the first one after one more run of the
-    step, for its certificate. All processes that train a model together have the same points, and call `plan` together.
+    It keeps the profiled step, so a plan for any budget is made in milliseconds, the first one after one more run of
+    the step, for its certificate. All processes that train a model together have the same points, and call `plan`
+    together.
 
-    Attributes:
-        points: From the plain step, which recomputes nothing, to the lowest peak that was found.
-        cost: The quantity that was minimised in addition to the peak.
-        device: The device that the bytes are on; when planning without running, the name of the described one.
-        ran_out: Whether the search ran out of time, so that better points may be missing.
+    Its attributes are those of `FrontierData`.
     """
 
-    points: tuple[FrontierPoint, ...]
-    cost: Cost
-    device: str
-    ran_out: bool
-    _planner: Planner = field(repr=False)
+    _profiled: ProfiledStep = field(repr=False)
     _candidates: tuple[Candidate, ...] = field(repr=False)  # by point, in the process that plans for all
-
-    @cached_property
-    def shown(self) -> tuple[FrontierPoint, ...]:
-        """The points not beaten by another in both peak and time; points chosen for fewest flops may be beaten."""
-        plain, *others = self.points
-        shown: list[FrontierPoint] = []
-        for point in reversed(others):
-            if not shown or point.slowdown < shown[-1].slowdown:
-                shown.append(point)
-        return plain, *reversed(shown)
-
-    @property
-    def is_choice(self) -> bool:
-        """Whether the frontier offers a choice."""
-        return len(self.points) > 1
-
-    @property
-    def floor(self) -> FrontierPoint:
-        """The lowest peak that was found."""
-        return self.points[-1]
-
-    @property
-    def knee(self) -> FrontierPoint | None:
-        """The point beyond which each byte costs more time than before it; None if no point stands out."""
-        place = knee_of([point.peak_bytes for point in self.shown], [point.slowdown for point in self.shown])
-        return None if place is None else self.shown[place]
 
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
 
-        The first plan of the planner runs one plain step if that fits, for its certificate.
+        The first plan of the frontier runs one plain step if that fits, for its certificate.
 
         Args:
             budget: As for `torchremat.plan`, or one of the points.
@@ -118,7 +58,7 @@ class Frontier(Viewed):
             size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
         else:
             relative = relative_of(budget)
-            size = self._planner.bytes_of(budget) if relative is None else self._bytes_of(relative)
+            size = self._profiled.bytes_of(budget) if relative is None else self._bytes_of(relative)
             name, place = str(budget), self._cheapest(size)
             if place is None:
                 lowest = self.points[-1]
@@ -127,12 +67,12 @@ class Frontier(Viewed):
                     f"{lowest.budget_bytes} bytes ({format_bytes(lowest.budget_bytes)}), at {lowest.slowdown:.2f} x "
                     "the plain time."
                 )
-        return self._planner.for_all(lambda: self._planner.plan_of(self._candidates[place], size, name))
+        return self._profiled.for_all(lambda: plan_of(self._profiled, self._candidates[place], size, name))
 
     def _bytes_of(self, budget: Relative) -> int:
         return budget.bytes(
             plain_bytes=self.points[0].peak_bytes,
-            before_bytes=self._planner.fixed_bytes,
+            before_bytes=self._profiled.fixed_bytes,
             smallest=lambda: self.points[-1].budget_bytes,
         )
 
@@ -163,44 +103,6 @@ class Frontier(Viewed):
         lowest = f"{format_bytes(self.floor.peak_bytes)} at {self.floor.slowdown:.2f} x plain"
         return f"<Frontier: {len(self.points)} points, {format_bytes(self.points[0].peak_bytes)} plain to {lowest}>"
 
-    def staircase(self, name: str) -> Staircase:
-        """Return the shown points, ready to draw, under a name."""
-        return Staircase(
-            name=name,
-            peak_bytes=tuple(point.peak_bytes for point in self.shown),
-            slowdowns=tuple(point.slowdown for point in self.shown),
-            knee=None if self.knee is None else self.shown.index(self.knee),
-        )
-
-    def __str__(self) -> str:
-        stores = any(point.stored_bytes for point in self.points)
-        heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
-        rows, knee = [f"{heading} {'stored':>11}" if stores else heading], self.knee
-        for point in self.shown:
-            share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
-            stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
-            mark = "  floor" if point is self.floor else "  knee" if point is knee else ""  # as in the picture
-            rows.append(
-                f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
-                f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}{mark}"
-            )
-        return "\n".join([*rows, *self.remarks])
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks on the points: that only one exists, or that the search ran out of time."""
-        found = [] if self.is_choice else [self.no_choice]
-        if hidden := len(self.points) - len(self.shown):
-            found.append(
-                f"not shown: {hidden} of `points`, with fewer flops than the row below them, and more in peak and time"
-            )
-        return (*found, TIME_IS_OVER) if self.ran_out else tuple(found)
-
-    @property
-    def no_choice(self) -> str:
-        """The remark if only one point exists."""
-        return "nothing to choose: no plan lowers the peak of this step, which is where nothing can be recomputed."
-
 
 def check_points(points: int) -> None:
     """Raise an UnsupportedError if a number of points is not valid."""
@@ -210,27 +112,27 @@ def check_points(points: int) -> None:
         )
 
 
-def frontier_of(planner: Planner, points: int) -> Frontier:
-    """Return the frontier of a planner, which already has its profile; see `frontier`."""
+def frontier_of(profiled: ProfiledStep, points: int) -> Frontier:
+    """Return the frontier of a profiled step; see `frontier`."""
     candidates: list[Candidate] = []
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
-        candidates.extend(_sought(planner, points))
-        return tuple(_point(planner, found) for found in candidates), planner.solver.search_budget.ran_out
+        candidates.extend(_sought(profiled, points))
+        return tuple(_point(profiled, found) for found in candidates), profiled.solver.search_budget.ran_out
 
-    found, ran_out = planner.for_all(sought)
+    found, ran_out = profiled.for_all(sought)
     return Frontier(
         points=found,
-        cost=planner.solver.cost_unit,
-        device=planner.device,
+        cost=profiled.solver.cost_unit,
+        device=profiled.device,
         ran_out=ran_out,
-        _planner=planner,
+        _profiled=profiled,
         _candidates=tuple(candidates),
     )
 
 
-def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
-    search = planner.solver
+def _sought(profiled: ProfiledStep, points: int) -> tuple[Candidate, ...]:
+    search = profiled.solver
     with heap_set_aside(), search.search_budget.running():
         with search.search_budget.part(0.0, _FLOOR_SHARE):
             lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
@@ -239,23 +141,23 @@ def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
             solved = [
                 found for limit in search.search_budget.parts(limits) if (found := search.solve(limit)) is not None
             ]
-    return _undominated(planner, [*solved, search.floor])
+    return _undominated(profiled, [*solved, search.floor])
 
 
-def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def _undominated(profiled: ProfiledStep, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     # First the plain step, even where a store lowers the peak at no cost.
-    chosen = [planner.solver.plain]
-    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, planner.peak_of(one))):
-        if planner.peak_of(found) < planner.peak_of(chosen[-1]):
+    chosen = [profiled.solver.plain]
+    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, profiled.peak_of(one))):
+        if profiled.peak_of(found) < profiled.peak_of(chosen[-1]):
             chosen.append(found)
     return tuple(chosen)
 
 
-def _point(planner: Planner, found: Candidate) -> FrontierPoint:
-    peak_bytes, prediction = planner.peak_of(found), found.prediction
-    recomputes = found is not planner.solver.plain
+def _point(profiled: ProfiledStep, found: Candidate) -> FrontierPoint:
+    peak_bytes, prediction = profiled.peak_of(found), found.prediction
+    recomputes = found is not profiled.solver.plain
     return FrontierPoint(
-        budget_bytes=planner.budget_for(peak_bytes) if recomputes else peak_bytes,
+        budget_bytes=profiled.budget_for(peak_bytes) if recomputes else peak_bytes,
         peak_bytes=peak_bytes,
         step_bytes=prediction.peak_bytes,
         recompute_seconds=prediction.seconds,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchremat.measuring.curves import Phase
-from torchremat.planning.printing import described, summary_rows
+from torchremat.planning.forecasts import Point
+from torchremat.planning.plan_data import PlanData
+from torchremat.planning.printing import summary_rows, unit_words
 from torchremat.schedules.chain import RegionNode
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
 from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
-
-if TYPE_CHECKING:
-    from torchremat.planning.plans import Plan, Point
 
 _PAUSE_S = 1e-9
 
@@ -27,7 +26,7 @@ def phase_of(point: Point) -> Phase:
     return _FIRST_WORDS.get(point.what.partition(" ")[0], "forward")
 
 
-def steps_of(plan: Plan) -> tuple[Step, Step]:
+def steps_of(plan: PlanData) -> tuple[Step, Step]:
     """Return the visible parts of the predicted step: plain, and under the plan."""
     said = _said(plan)
     before_bytes = sum(plan.before_bytes.values())
@@ -49,7 +48,7 @@ def steps_of(plan: Plan) -> tuple[Step, Step]:
     )
 
 
-def page_of(plan: Plan) -> Page:
+def page_of(plan: PlanData) -> Page:
     """Return the page of a plan."""
     plain, planned = steps_of(plan)
     return Page(
@@ -67,9 +66,9 @@ def page_of(plan: Plan) -> Page:
     )
 
 
-def _said(plan: Plan) -> dict[str, tuple[str, ...]]:
+def _said(plan: PlanData) -> dict[str, tuple[str, ...]]:
     """Return the remarks about each unit, by its name."""
-    held = {unit: one for one in plan.held for unit in one.units}
+    held = plan.held_by_unit
     said: dict[str, tuple[str, ...]] = {}
     for place, unit in enumerate(plan.units):
         lines = [unit.kind]
@@ -104,7 +103,7 @@ def _units(curve: Sequence[Point]) -> tuple[Slice, ...]:
     return runs(((point.seconds, name, "module", name) for point, name in zip(curve, names, strict=True)), row="module")
 
 
-def _times(plan: Plan) -> Iterator[tuple[Phase, str, float, float]]:
+def _times(plan: PlanData) -> Iterator[tuple[Phase, str, float, float]]:
     """Yield each stretch of the planned step in which one unit runs: its phase, its name, from when to when."""
     for one in runs((point.seconds, point.what, "other", _unit_of(point.what)) for point in plan.curve):
         first = one.name.partition(" ")[0]
@@ -112,7 +111,7 @@ def _times(plan: Plan) -> Iterator[tuple[Phase, str, float, float]]:
             yield _FIRST_WORDS.get(first, "forward"), one.key, one.starts_s, one.ends_s
 
 
-def _regions(plan: Plan) -> Iterator[Slice]:
+def _regions(plan: PlanData) -> Iterator[Slice]:
     """Yield the outermost regions, and units that are kept in part: when their forward runs, and each recompute."""
     times = [*_times(plan)]
     for names, says in _recomputed(plan):
@@ -129,9 +128,9 @@ def _regions(plan: Plan) -> Iterator[Slice]:
             yield _region(name, group[0][0], group[-1][1], "recompute", (words, f"in the region {name}"), units[0])
 
 
-def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+def _recomputed(plan: PlanData) -> Iterator[tuple[list[str], tuple[str, ...]]]:
     """Yield the names of the units of each region, in order, with the remarks about it."""
-    held = {unit: one for one in plan.held for unit in one.units}
+    held = plan.held_by_unit
     for node in plan.tree:
         names = [*dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])]
         if isinstance(node, RegionNode):
@@ -163,7 +162,7 @@ def _region(
     return Slice(row="region", name=name, starts_s=starts_s, ends_s=ends_s, kind=kind, says=says, key=key)
 
 
-def _stores(plan: Plan) -> Iterator[Slice]:
+def _stores(plan: PlanData) -> Iterator[Slice]:
     """Yield when saved tensors of units are stored: from the end of a forward to its backward, a row for each store."""
     times = [*_times(plan)]
     for one in plan.stored:
@@ -182,10 +181,8 @@ def _stores(plan: Plan) -> Iterator[Slice]:
             )
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: PlanData) -> Table:
     most = max((unit.saved_bytes for unit in plan.units), default=0)
-    parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
-    stored = {one.unit: f"store {one.store}" for one in plan.stored}
     rows = tuple(
         TableRow(
             cells=(
@@ -195,13 +192,13 @@ def _table(plan: Plan) -> Table:
                 size_cell(unit.input_bytes),
                 milliseconds_cell(unit.seconds),
                 TableCell(f"{unit.flops / 1e9:.2f}", unit.flops),
-                TableCell(f"{stored.get(place, words)}{parts.get(place, '')}"),
+                TableCell(words),
                 TableCell(unit.line),
             ),
             key=unit.name,
             share=unit.saved_bytes / most if most else None,
         )
-        for place, (unit, words) in enumerate(zip(plan.units, described(plan.tree), strict=True))
+        for unit, words in zip(plan.units, unit_words(plan), strict=True)
     )
     return Table(
         title="Units",

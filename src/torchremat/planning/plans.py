@@ -1,27 +1,22 @@
-"""A plan: the choice for each unit, with predicted bytes and seconds. Pure data, and the two verbs that use it."""
+"""A plan: its data, the verbs that put it on a model and take it off, and its views."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from torch import nn
 
 from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import Curve, Phase, draw
-from torchremat.planning.bounds.certificates import Certificate, Claim
+from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.checks import CountedBytes, checks_on
-from torchremat.planning.conditions import Conditions
 from torchremat.planning.files import from_json, to_json
-from torchremat.planning.inputs import InputSizes
+from torchremat.planning.forecasts import Point
 from torchremat.planning.layout import (
     Application,
-    Calls,
-    HeldOperators,
     check_bare,
     install,
     modules_under,
@@ -29,14 +24,12 @@ from torchremat.planning.layout import (
     uninstall,
     unmet_modules,
 )
+from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.store_sizes import check_stores
-from torchremat.planning.searches.chains import Cost
-from torchremat.planning.simulator.offload_choices import Speed, StoredUnit
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
@@ -44,151 +37,14 @@ from torchremat.views.page import Page
 from torchremat.views.steps import Step
 from torchremat.views.viewed import ViewedOverTime
 
-PlainSource = Literal["measured", "predicted"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedUnit:
-    """One unit in a plan, in readable form.
-
-    Attributes:
-        name: The names of its modules.
-        kind: Their types.
-        saved_bytes: Bytes that it holds from forward to backward if it is kept, beyond its inputs.
-        input_bytes: Bytes of its inputs.
-        seconds: Seconds of one forward.
-        flops: Flops of one forward.
-        line: File and line of the code of its first module; a plan that was loaded has none.
-    """
-
-    name: str
-    kind: str
-    saved_bytes: int
-    input_bytes: int
-    seconds: float
-    flops: int
-    line: str = field(default="", compare=False, metadata={"written": False})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A point of a predicted step: its time, the live bytes, and what runs."""
-
-    seconds: float
-    live_bytes: int
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(ViewedOverTime):
+class Plan(PlanData, ViewedOverTime):
     """A choice for a whole model under a budget. Made by `plan`, put on a model by `apply`.
 
-    Bytes are absolute: they include the live bytes before the step.
-
-    Attributes:
-        budget_bytes: The budget.
-        budget: The budget as it was given.
-        device: The device that the bytes are on.
-        cost: The quantity that was minimised.
-        tree: The choice.
-        units: The units that the tree is over.
-        calls: The keys that identify their calls.
-        peak_bytes: Predicted peak of a training step: the larger of the next two.
-        step_peak_bytes: Predicted peak of forward and backward.
-        optimizer_peak_bytes: Peak of `optimizer.step()`; None if no optimizer was given.
-        optimizer_state_bytes: State that the optimizer will have after its first step; part of `step_peak_bytes`.
-        before_bytes: Live bytes before a step: parameters, gradients, buffers, optimizer state, inputs.
-        kept_bytes: Predicted bytes that the forward leaves for the backward.
-        where: What runs at the predicted peak of forward and backward.
-        plain_peak_bytes: Peak of a step without any recompute.
-        plain_source: Whether that was measured or predicted.
-        plain_seconds: Seconds of forward and backward without any recompute, estimated.
-        recompute_seconds: Seconds that recomputes add, estimated.
-        recomputed_flops: Flops that recomputes add.
-        recomputed_calls: Number of unit forwards that recomputes run.
-        flops: Flops of one forward.
-        floor_bytes: The smallest budget for which a plan was found.
-        parameters: Shapes of the parameters that the plan was made for, by name.
-        inputs: Elements in the inputs of the step's largest call of each module that it calls itself, mostly the model;
-            larger inputs raise a warning.
-        curve: The curve of the predicted step.
-        plain_curve: The same without any recompute.
-        certified: The certificate, if it was computed before; ask for `certificate`.
-        held: The operators whose outputs units kept in part hold; the tree names an option for these units.
-        moving_seconds: Seconds that copies into stores and back add, estimated.
-        stored: The kept units whose saved tensors wait in a store.
-        stores: Descriptions of the given stores.
-        speeds: The speed of each store when the plan was made, the source of `moving_seconds`.
-        given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
-        ran_out: Whether the search ran out of time, so that a better plan may exist.
-        unlike: Modules that are not recomputed as a whole since that would not repeat their forward, with the reasons.
-        conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
-            warning in the first step.
-        planning_seconds: Seconds of planning: the runs of the step, and the search. 0 in older plans.
-        planning_steps: Number of times that planning has run the step, or its forward alone.
+    Its attributes are those of `Choice`, `Forecast` and `Provenance`. Bytes are absolute: they include the live bytes
+    before the step.
     """
-
-    budget_bytes: int
-    budget: str
-    device: str
-    cost: Cost
-    tree: Tree
-    units: tuple[PlannedUnit, ...]
-    calls: Calls
-    peak_bytes: int
-    step_peak_bytes: int
-    optimizer_peak_bytes: int | None
-    optimizer_state_bytes: int
-    before_bytes: dict[str, int]
-    kept_bytes: int
-    where: str
-    plain_peak_bytes: int
-    plain_source: PlainSource
-    plain_seconds: float
-    recompute_seconds: float
-    recomputed_flops: int
-    recomputed_calls: int
-    flops: int
-    floor_bytes: int
-    parameters: dict[str, tuple[int, ...]]
-    inputs: InputSizes
-    curve: tuple[Point, ...]
-    plain_curve: tuple[Point, ...]
-    held: tuple[HeldOperators, ...] = ()
-    certified: Certificate | None = field(default=None, compare=False)
-    # Of this plan only: `dataclasses.replace` does not copy it. See `claimed`.
-    _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
-    moving_seconds: float = 0.0
-    stored: tuple[StoredUnit, ...] = ()
-    stores: tuple[str, ...] = ()
-    speeds: tuple[Speed, ...] = ()
-    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
-    ran_out: bool = field(default=False, compare=False)
-    unlike: dict[str, str] = field(default_factory=dict[str, str])
-    conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
-    planning_seconds: float = field(default=0.0, compare=False)
-    planning_steps: int = field(default=0, compare=False)
-
-    @property
-    def is_by_optimizer(self) -> bool:
-        """Whether the predicted peak is that of the optimizer's step, not one of forward and backward."""
-        return self.peak_bytes > self.step_peak_bytes
-
-    @property
-    def slowdown(self) -> float:
-        """Predicted seconds of a step over those of a plain one."""
-        added_s = self.recompute_seconds + self.moving_seconds
-        return 1 + added_s / self.plain_seconds if self.plain_seconds else 1.0
-
-    @cached_property
-    def certificate(self) -> Certificate | None:
-        """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
-        return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that go to stores in a step, and come back."""
-        return sum(one.stored_bytes for one in self.stored)
 
     def apply(self, model: nn.Module, *, stores: Sequence[Store] = (), allow_lossy: bool = False) -> None:
         """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
@@ -267,7 +123,7 @@ class Plan(ViewedOverTime):
             return None
         if len(stores) != len(self.stores):
             raise PlanError(self._wrong_count(len(stores)))
-        return OffloadSchedule(stores, {one.unit: one.transfer for one in self.stored})
+        return OffloadSchedule(stores, self.transfers)
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
@@ -291,8 +147,7 @@ class Plan(ViewedOverTime):
 
     @property
     def _application(self) -> Application:
-        transfers = {one.unit: one.transfer for one in self.stored}
-        return Application(calls=self.calls, tree=self.tree, held=self.held, transfers=transfers)
+        return Application(calls=self.calls, tree=self.tree, held=self.held, transfers=self.transfers)
 
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""

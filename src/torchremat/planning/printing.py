@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torchremat.planning.plan_data import PlanData
 from torchremat.planning.profiles.not_replayable import shortened
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 from torchremat.tensors.sizes import format_bytes, format_flops
 
-if TYPE_CHECKING:
-    from torchremat.planning.plans import Plan
 
-
-def text_of(plan: Plan) -> str:
+def text_of(plan: PlanData) -> str:
     """Return a plan as text."""
     return "\n".join([*_summary(plan), "", *_rows(plan)])
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: PlanData) -> list[str]:
     return [f"{name:<10} {value} {note}".rstrip() for name, value, note in summary_rows(plan)]
 
 
-def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
+def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
     """Return the summary of a plan: for each line the topic, the number, and a remark."""
     share = f"{100 * plan.peak_bytes / max(1, plan.plain_peak_bytes):.0f}% of plain"
     plain = f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source})"
@@ -66,18 +62,25 @@ def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _rows(plan: Plan) -> list[str]:
+def _rows(plan: PlanData) -> list[str]:
     width = max(6, *(len(unit.name) for unit in plan.units))
     rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
-    parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
-    stored = {one.unit: f"store {one.store}" for one in plan.stored}
-    for place, (unit, what) in enumerate(zip(plan.units, described(plan.tree), strict=True)):
-        words = stored.get(place, what)
+    for unit, words in zip(plan.units, unit_words(plan), strict=True):
         rows.append(
             f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
-            f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(place, '')}"
+            f"{unit.seconds * 1e3:>6.2f} ms  {words}"
         )
     return rows
+
+
+def unit_words(plan: PlanData) -> list[str]:
+    """Return the choice for each unit, in words: kept or recomputed, the operators that it holds, the store."""
+    words = described(plan.tree)
+    for one in plan.stored:
+        words[one.unit] = f"store {one.store}"
+    for unit, one in plan.held_by_unit.items():
+        words[unit] += f" {len(one.held)} of {len(one.operators)} operators"
+    return words
 
 
 def described(tree: Tree) -> list[str]:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
-import torch
 from torch import nn
 
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.budgets import check_budget
-from torchremat.planning.devices.device import Device, device_of
+from torchremat.planning.devices.device import device_of
 from torchremat.planning.devices.fakes import torch_device
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.tracing import Step
 
 
-def check_request(
-    model: nn.Module,
-    step: Step,
-    budget: int | str,
-    *,
-    margin: int | str,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device | str | Path | Device | None,
-    on: Literal["meta"] | None = None,
-) -> None:
+def check_request(model: nn.Module, step: Step, options: PlanOptions, budget: int | str, *, margin: int | str) -> None:
     """Raise if no plan can exist for a budget, whatever the step does; see `plan` for the arguments.
 
     With any other `on` nothing is checked: `placed` refuses it.
@@ -35,9 +23,9 @@ def check_request(
         StepError: One of the arguments is no model, step or optimizer.
         UnsupportedError: The device does not exist.
     """
-    if on == "meta":
-        described = device_of(device)
+    if options.on == "meta":
+        described = device_of(options.device)
         check_budget(budget, described.name, described.memory_bytes, margin=margin)
-    elif on is None:
-        subject = subject_of(step, model, optimizer, needs_model=True)
-        check_budget(budget, subject.device(torch_device(device)), margin=margin)
+    elif options.on is None:
+        subject = subject_of(step, model, options.optimizer, needs_model=True)
+        check_budget(budget, subject.device(torch_device(options.device)), margin=margin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -18,10 +19,12 @@ from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.tracker import address_of
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
+from torchremat.planning.descriptions import plan_of
 from torchremat.planning.layout import check_bare
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
-from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
@@ -64,7 +67,7 @@ class StagePlanner:
         cost: Cost = "seconds",
     ) -> None:
         check_kinds(step, None, optimizer, needs_model=False)
-        check_cost(cost)
+        options = PlanOptions(cost=cost)
         check_flags(may_be_none=True, lookahead=lookahead)
         own, self._stages = stages_in(pipeline)
         if isinstance(pipeline, Pipe) and lookahead is not None:
@@ -86,7 +89,7 @@ class StagePlanner:
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
         self._planned = self._told(
-            lambda: [_Planned(site, cost, modules, optimizer) for site in sites], ours_alone=True
+            lambda: [_Planned(site, options, modules, optimizer) for site in sites], ours_alone=True
         )
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
@@ -129,17 +132,17 @@ class _Planned:
 
     Args:
         site: The device.
-        cost: What to minimise.
+        options: What to minimise.
         modules: The stages of this process.
         optimizer: The optimizer of these, if it counts.
     """
 
     def __init__(
-        self, site: Site, cost: Cost, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+        self, site: Site, options: PlanOptions, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
     ) -> None:
         self.site = site
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
-        self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
+        self._planners = {sample.stage: _planner(sample, site, options) for sample in site.samples}
         self._parts = {
             one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.pair).predict
             for one in site.samples
@@ -229,7 +232,7 @@ class _Planned:
         prediction = share.candidate.prediction
         return StagePlan(
             stage=stage,
-            plan=None if share is plain else planner.plan_of(share.candidate, size, str(size)),
+            plan=None if share is plain else plan_of(planner, share.candidate, size, str(size)),
             in_flight=self.site.in_flight[stage],
             kept_bytes=share.kept_bytes,
             plain_kept_bytes=plain.kept_bytes,
@@ -294,9 +297,9 @@ def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: 
     return budgets
 
 
-def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
+def _planner(sample: Sample, site: Site, options: PlanOptions) -> Planner:
     try:
-        return Planner(sample.module, sample.step, device=site.device, cost=cost)
+        return Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
 

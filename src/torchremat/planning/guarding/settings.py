@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from torchremat.errors import PlanError, UnsupportedError
 from torchremat.planning.budgets import check_budget, margin_of
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan
-from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.state.guarded import check_named
 
 
@@ -24,7 +24,7 @@ class GuardSettings:
     attempts: int
     budget: int | str | None
     margin: int | str
-    cost: Cost
+    options: PlanOptions
     guard: Sequence[object]
     group: ProcessGroup | None
 
@@ -53,7 +53,6 @@ class GuardSettings:
         if plan is not None and not isinstance(plan, Plan):
             raise PlanError(f"plan={plan!r}: a Plan is needed, as `torchremat.plan` and `Plan.load` return it.")
         self._check_budget(model)
-        check_cost(self.cost)
         for one in _named(self.guard):
             check_named(one)
 

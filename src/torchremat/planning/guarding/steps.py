@@ -40,6 +40,7 @@ from torchremat.planning.guarding.settings import GuardSettings
 from torchremat.planning.guarding.snapshots import StepState
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.tensors.structure import split
@@ -69,7 +70,6 @@ class GuardedStep(Generic[P, R]):
         model: nn.Module,
         step: Callable[..., R],
         backward: Callable[[R], object],
-        optimizer: torch.optim.Optimizer | None,
         settings: GuardSettings,
     ) -> None:
         self.attempts: tuple[Attempt, ...] = ()
@@ -77,7 +77,7 @@ class GuardedStep(Generic[P, R]):
         self._model = model
         self._step = step
         self._backward = backward
-        self._optimizer = optimizer
+        self._optimizer = settings.options.optimizer
         self._settings = settings
         self._applied = Applied(model)
         self._to_plan_for = settings.budget  # None once planned
@@ -148,10 +148,9 @@ class GuardedStep(Generic[P, R]):
             plan = first_plan(
                 self._model,
                 bound,
+                own.options,
                 budget=budget,
-                optimizer=self._optimizer,
                 margin=margin_of(own.margin) + self.held_bytes,  # the copies are there as well
-                cost=own.cost,
             )
         before.put_back()
         self._applied.replace(plan)
@@ -159,7 +158,7 @@ class GuardedStep(Generic[P, R]):
 
     def _run(self, bound: BoundStep, before: StepState, leaves: list[Tensor]) -> R:
         most, group = self._settings.attempts, self._settings.group
-        tightening = Tightening(self._model, bound, self._applied, cost=self._settings.cost)
+        tightening = Tightening(self._model, bound, self._applied, self._settings.options)
         failed: list[Attempt] = []
         while True:
             ended = self._attempt(bound, before, leaves, len(failed) + 1)
@@ -349,12 +348,13 @@ def guard(
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
-    settings = GuardSettings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
+    options = PlanOptions(optimizer=optimizer, cost=cost)
+    settings = GuardSettings(attempts=attempts, budget=budget, margin=margin, options=options, guard=guard, group=group)
     settings.check(model, plan, backward)
     if any(one in _guarded for one in model.modules()):
         raise UnsupportedError("guard: the model, or a part of it, is in a guard already. Guard it once.")
     check_alone(model, group)
-    run: GuardedStep[P, R] = GuardedStep(model, step, backward or _backward, optimizer, settings)
+    run: GuardedStep[P, R] = GuardedStep(model, step, backward or _backward, settings)
     modules = list(model.modules())
     try:
         _guarded.update(modules)

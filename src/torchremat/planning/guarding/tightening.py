@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchremat.errors import TorchrematError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.planning.layout import bare
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
-from torchremat.planning.searches.chains import Cost
 from torchremat.regions.patches import count_elsewhere, is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
@@ -91,11 +90,11 @@ class Applied:
 class Tightening:
     """Plans for one step with its batch, each smaller than the last. Holds the batch, so it lives only for the step."""
 
-    def __init__(self, model: nn.Module, bound: BoundStep, applied: Applied, *, cost: Cost) -> None:
+    def __init__(self, model: nn.Module, bound: BoundStep, applied: Applied, options: PlanOptions) -> None:
         self._model = model
         self._bound = bound
         self._applied = applied
-        self._cost: Cost = cost
+        self._options = replace(options, optimizer=None)  # the failed attempt has not stepped
         self._planner: Planner | None = None
         self._failed_bytes: int | None = None
         self._why_not = ""
@@ -121,7 +120,7 @@ class Tightening:
     def _tightened(self, attempts_left: int, room: Room | None) -> str:
         if self._planner is None:
             with bare(self._model):
-                self._planner = Planner(self._model, self._bound, cost=self._cost)
+                self._planner = Planner(self._model, self._bound, **self._options.keywords)
         planner, floor = self._planner, self._planner.floor_bytes
         failed = self._failed_bytes or self._peak_of_failed(planner)
         known = None if room is None else planner.fixed_bytes + room.held_bytes - room.before_bytes
@@ -155,12 +154,11 @@ def _first_line(error: Exception) -> str:
 def first_plan(
     model: nn.Module,
     bound: BoundStep,
+    options: PlanOptions,
     *,
     budget: int | str,
-    optimizer: torch.optim.Optimizer | None,
     margin: int | str,
-    cost: Cost,
 ) -> Plan:
     """Return the plan for a budget and the first batch. See `plan` for the arguments and errors."""
     with bare(model):
-        return Planner(model, bound, optimizer=optimizer, cost=cost).plan(budget, margin=margin)
+        return Planner(model, bound, **options.keywords).plan(budget, margin=margin)

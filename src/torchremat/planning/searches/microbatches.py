@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from torchremat.planning.searches.candidates import Candidate
-from torchremat.planning.searches.solving import Search, Solver
+from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.ahead import after_lookahead
 from torchremat.planning.simulator.parts import PartsPrediction
 from torchremat.planning.simulator.prediction import walk_of

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.candidates import Candidate
+from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.offload_choices import OffloadChoice, Offloads, OffloadSize, StoredUnit, StoreProfile
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import predict, walk_of
@@ -30,10 +31,6 @@ from torchremat.schedules.transfers import (
     reading_wait_s,
     writing_wait_s,
 )
-
-if TYPE_CHECKING:
-    from torchremat.planning.searches.candidates import Candidate
-    from torchremat.planning.searches.solving import Solver
 
 # During how many units a transfer may be in flight, out and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)

@@ -18,13 +18,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar, cast
+from typing import Generic, Literal, Self, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, check_flags, warn
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
@@ -33,9 +33,9 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import check_bare, installed
+from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.profiles.replayability import Repeats
-from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge
@@ -59,16 +59,15 @@ class Adaptive(Generic[B]):
         model: The model.
         step: Called as `step(model, batch)`; runs the forward and returns the loss.
         budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
-        optimizer: If given, its state and the peak of its step count.
-        device: The device whose bytes count; that of the first parameter if not given.
-        cost: What to minimise, `"seconds"` or `"flops"`.
+        optimizer: See `PlanOptions`.
+        device: See `PlanOptions`.
         margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
             budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
             the plan with the lowest peak.
-        operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shape: Returns the sizes of a batch. Without it these are the sizes of all tensors in it.
         classes: Number of plans to keep, each for a class of shapes.
+        options: `cost` and `operators`; see `PlanOptions`.
 
     Attributes:
         budget_bytes: The budget.
@@ -86,6 +85,7 @@ class Adaptive(Generic[B]):
             `cost`, `over`, `operators`, `shape` or `classes` is not valid.
     """
 
+    @takes(SearchKeywords)
     def __init__(
         self,
         model: nn.Module,
@@ -94,12 +94,11 @@ class Adaptive(Generic[B]):
         budget: int | str,
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
-        cost: Cost = "seconds",
         margin: int | str = 0,
         over: Over = "raise",
-        operators: bool = True,
         shape: Callable[[B], tuple[int, ...]] | None = None,
         classes: int = 256,
+        **options: Unpack[SearchKeywords],
     ) -> None:
         if not callable(step):
             raise StepError(f"step: it is called as `step(model, batch)`, and a {type(step).__name__} is no function.")
@@ -107,8 +106,7 @@ class Adaptive(Generic[B]):
         self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
         if relative_of(budget) is not None:
             raise BudgetError(f"budget={budget!r} is another for each shape; give the budget in bytes.")
-        check_cost(cost)
-        check_flags(operators=operators)
+        checked = PlanOptions(**options)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
@@ -135,7 +133,7 @@ class Adaptive(Generic[B]):
         self._optimizer = optimizer
         self._over: Over = over
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
-        self._classes = Classes(self._limit_bytes, cost, classes, operators=operators)
+        self._classes = Classes(self._limit_bytes, classes, checked)
         self._repeats = Repeats()
         self._lock = Lock()
         self._closed = False
@@ -199,7 +197,7 @@ class Adaptive(Generic[B]):
     def close(self) -> None:
         """Drop everything learned. A step in progress ends as it would have."""
         self._closed = True
-        self._classes = Classes(self._limit_bytes, "flops", 1, operators=False)
+        self._classes = Classes(self._limit_bytes, 1, PlanOptions())
 
     def __enter__(self) -> Self:
         return self

@@ -9,14 +9,15 @@ dissolved where the limit leaves room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.candidates import Candidate
-from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.granularity import divisible
 from torchremat.planning.searches.options import selections_of
-from torchremat.planning.searches.solving import Search, Solver
+from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.solver import Solver
 from torchremat.planning.shapes.families import Family
 from torchremat.planning.shapes.fits import Cover
 from torchremat.schedules.chain import Tree
@@ -47,14 +48,12 @@ class Chooser:
 
     Args:
         family: The family.
-        cost: What to minimise.
-        operators: Whether units may be kept in part.
+        options: What to minimise, and whether units may be kept in part.
     """
 
-    def __init__(self, family: Family, cost: Cost, *, operators: bool) -> None:
+    def __init__(self, family: Family, options: PlanOptions) -> None:
         self.family = family
-        self.cost_unit: Cost = cost
-        self.operators = operators
+        self.options = options
         self._search: Search | None = None
         self._searched = 0
         self._rungs: dict[int, FoundTree | None] = {}
@@ -71,7 +70,7 @@ class Chooser:
 
         def judged(found: FoundTree) -> Candidate:
             if found.split not in solvers:
-                solvers[found.split] = Solver(self.family.profile(cover, found.split), self.cost_unit)
+                solvers[found.split] = Solver(self.family.profile(cover, found.split), self.options.cost)
             return solvers[found.split].judged(found.tree)
 
         def fits(one: Candidate) -> bool:
@@ -79,7 +78,7 @@ class Chooser:
             return peak + self.family.spare_bytes(cover, peak) <= limit_bytes
 
         whole = frozenset[int]()
-        plain = Solver(self.family.profile(cover), self.cost_unit).plain
+        plain = Solver(self.family.profile(cover), self.options.cost).plain
         if fits(plain):
             return plain, whole
         if not self.takes_apart:
@@ -111,7 +110,7 @@ class Chooser:
 
     def _solved(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
         """Return the best tree at the shape itself."""
-        solver = Solver(self.family.profile(cover), self.cost_unit)
+        solver = Solver(self.family.profile(cover), self.options.cost)
         limit_bytes -= self.family.spare_bytes(cover, limit_bytes)
         found = solver.solve(limit_bytes) or solver.floor
         return (found, frozenset[int]()) if found.prediction.peak_bytes <= limit_bytes else None
@@ -119,20 +118,20 @@ class Chooser:
     def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
         """Return the tree with the lowest peak at a shape."""
         if not self.takes_apart:
-            return Solver(self.family.profile(cover), self.cost_unit).floor, frozenset[int]()
+            return Solver(self.family.profile(cover), self.options.cost).floor, frozenset[int]()
         found = self.floor
-        return Solver(self.family.profile(cover, found.split), self.cost_unit).judged(found.tree), found.split
+        return Solver(self.family.profile(cover, found.split), self.options.cost).judged(found.tree), found.split
 
     @property
     def search(self) -> Search:
         """The search at the largest shape learned."""
         if self._search is None or self._searched != self.family.changes:
             pair = self.family.largest
-            if self.operators:
+            if self.options.operators:
                 # For flops, whatever the cost is: the executor's overhead, which forbids options where steps are short,
                 # is weighed at each shape.
-                pair = self.family.offer(selections_of(pair.blocks, "flops"), self.cost_unit)
-            self._search = Search(pair, self.cost_unit, operators=False)
+                pair = self.family.offer(selections_of(pair.blocks, "flops"), self.options.cost)
+            self._search = Search(pair, replace(self.options, operators=False))
             self._searched = self.family.changes
             self._rungs.clear()
             self._promising.clear()

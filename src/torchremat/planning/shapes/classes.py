@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import Calls, HeldOperators, calls_of
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
-from torchremat.planning.searches.chains import Cost
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family
@@ -121,15 +121,13 @@ class Classes:
 
     Args:
         limit_bytes: Limit for the peak of a step, absolute.
-        cost: What to minimise.
         most: Number of classes to keep.
-        operators: Whether units may be kept in part.
+        options: What to minimise, and whether units may be kept in part.
     """
 
-    def __init__(self, limit_bytes: int, cost: Cost, most: int, *, operators: bool) -> None:
+    def __init__(self, limit_bytes: int, most: int, options: PlanOptions) -> None:
         self.limit_bytes = limit_bytes
-        self._cost: Cost = cost
-        self._operators = operators
+        self._options = options
         self._most = most
         self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
         self._classes: OrderedDict[tuple[object, ...], ShapeClass] = OrderedDict()
@@ -179,7 +177,7 @@ class Classes:
         return known
 
     def _chooser(self, kind: _Kind, family: Family) -> Chooser:
-        return kind.choosers.setdefault(family, Chooser(family, self._cost, operators=self._operators))
+        return kind.choosers.setdefault(family, Chooser(family, self._options))
 
     def _kind(self, look: Look) -> _Kind:
         kind = self._kinds.setdefault(look.kind, _Kind())

@@ -9,42 +9,28 @@ The chain's scalars err to both sides, so the solver's limit is itself searched 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 
-from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
-from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.loosening import loosened
-from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.peak_bounds import PeakBounds
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.storing import Storing
-from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import predict
 from torchremat.schedules.chain import Chain, KeepNode, Tree
 from torchremat.schedules.depths import bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
-# The shares of the divisible units to split, the numbers to split at the end, and the limit on the number of units.
-_SHARES = (0.25, 0.5, 0.75, 1.0)
-_AT_THE_END = (1, 2, -1)
-_MOST_UNITS = 61
-
-# Shares of the remaining time for finding options, and for a table.
-_OPTIONS_SHARE = 0.3
+# The share of the remaining time for a table.
 _TABLE_SHARE = 0.5
 
-# Reported shares after candidates with stores, and before the polish of a tree: each part takes about as long as the
-# rest after it.
-_STORING_SHARE = 0.5
+# The reported share before the polish of a tree, which takes about as long.
 _JUDGING_SHARE = 0.5
 
 # How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
@@ -58,156 +44,6 @@ _MOST_SIMPLE = 12
 # The first ones, which recompute nothing, and everything, are judged in any case. The chain's scalars may say that no
 # tree fits anywhere; with these two a lowest tree always exists.
 _ALWAYS = 2
-
-
-class Search:
-    """Finds trees under any limit, with whole units and with some of them split.
-
-    Blocks are mostly alike, so the number of split blocks matters more than which ones: the mixtures tried have a
-    quarter, a half, three quarters and all of them split, evenly spread. The last ones are special, since everything
-    kept is live together with their saved tensors: further mixtures split the last one, the last two and all but the
-    first. All of this applies as long as the units stay few enough to plan in a second. One more mixture splits the
-    units that are split in the step with the lowest peak, see `grain`, whatever the number of units. The modules around
-    units are planned as they are, for tensors that can be kept in parts of them.
-
-    Args:
-        pair: The profile.
-        cost: What to minimise.
-        store_profiles: Stores, with the payload of each unit.
-        operators: Whether units may be kept in part.
-        search_budget: The time limit.
-    """
-
-    def __init__(
-        self,
-        pair: ProfilePair,
-        cost: Cost,
-        store_profiles: Sequence[StoreProfile] = (),
-        *,
-        operators: bool = True,
-        search_budget: SearchBudget | None = None,
-    ) -> None:
-        self.search_budget = search_budget = SearchBudget() if search_budget is None else search_budget
-        # Units kept in part are not stored, so with stores the search is over whole units.
-        self.store_profiles = store_profiles
-        self.whole = Solver(pair.blocks, cost, search_budget=search_budget)
-        self.storing = Storing(self.whole, store_profiles)
-        if operators:
-            with search_budget.running(_OPTIONS_SHARE):
-                pair = ProfilePair(
-                    blocks=_with_options(pair.blocks, cost, search_budget),
-                    leaves=pair.leaves and _with_options(pair.leaves, cost, search_budget),
-                    around=pair.around and _with_options(pair.around, cost, search_budget),
-                )
-        self.pair = pair
-        self.cost_unit: Cost = cost
-        self.blocks = Solver(pair.blocks, cost, search_budget=search_budget) if pair.blocks.options else self.whole
-
-    @property
-    def plain(self) -> Candidate:
-        """The tree that keeps everything."""
-        return self.blocks.plain
-
-    @cached_property
-    def solvers(self) -> tuple[Solver, ...]:
-        """One solver for each mixture, and one for the modules around the units."""
-        units = self.pair.blocks.units
-        # A module is split in all of its calls or in none, since its calls are mostly alike.
-        by_name: dict[str, set[int]] = {}
-        for call in sorted(divisible(self.pair)):
-            by_name.setdefault(units.trace.calls[call].name, set()).add(call)
-        whole = list(by_name.values())
-        lowest = frozenset[int]().union(*(own for name, own in by_name.items() if name in units.grain.inside))
-        splits: dict[frozenset[int], None] = {lowest: None}
-        for share in _SHARES:
-            count = round(share * len(whole))
-            chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
-            splits[frozenset[int]().union(*chosen)] = None
-        for count in _AT_THE_END:
-            splits[frozenset[int]().union(*whole[-count:])] = None
-        splits.pop(frozenset(), None)
-        found = {split: units_of(self.pair, split) for split in splits}
-        fitting = [
-            split
-            for split, own in found.items()
-            if own is not None and (split == lowest or len(own.units) <= _MOST_UNITS)
-        ]
-        pair = aligned(self.pair)
-        mixtures = [mixed(pair, split) for split in fitting]
-        finest = max((len(mixture.units.units) for mixture in mixtures), default=0)
-        return (
-            self.blocks,
-            *(
-                Solver(
-                    mixture,
-                    self.cost_unit,
-                    hand_made=len(mixture.units.units) == finest,
-                    search_budget=self.search_budget,
-                )
-                for mixture in mixtures
-            ),
-            *(
-                Solver(one, self.cost_unit, search_budget=self.search_budget)
-                for one in (self.pair.around,)
-                if one and one.options
-            ),
-        )
-
-    @property
-    def _all_solvers(self) -> tuple[Solver, ...]:
-        """All solvers, including whole units: parts of units lead a search away from low peaks that whole ones have."""
-        return tuple(dict.fromkeys((*self.solvers, self.whole)))
-
-    @property
-    def storings(self) -> Iterator[Storing]:
-        """Yield the searches with stores: over whole units, then over the mixture with the most units."""
-        if self.store_profiles:
-            yield self.storing
-            finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
-            if finest is not self.blocks:
-                profile = replace(finest.profile, options=())
-                yield Storing(
-                    Solver(profile, self.cost_unit, hand_made=False, search_budget=self.search_budget),
-                    self.store_profiles,
-                )
-
-    def solve(self, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
-        with self.search_budget.running():
-            return self._solved(limit_bytes)
-
-    def _solved(self, limit_bytes: int) -> Candidate | None:
-        if self.plain.prediction.peak_bytes <= limit_bytes:
-            return self.plain
-        found: list[tuple[float, Candidate]] = []
-        self.search_budget.found(None)
-        for storing in self.storings:
-            with self.search_budget.part(0.0, _STORING_SHARE):
-                stored = storing.solve(limit_bytes)
-            if stored is not None and not stored.cost:
-                return stored
-            found += [] if stored is None else [(storing.price(stored), stored)]
-        with self.search_budget.part(_STORING_SHARE if self.store_profiles else 0.0, 1.0):
-            for solver in self.search_budget.parts(self._all_solvers):
-                one = None if found and self.search_budget.is_over else solver.solve(limit_bytes)
-                found += [] if one is None else [(one.cost, one)]
-                if found:
-                    self.search_budget.found(_best(found).slowdown)
-        if not found:
-            return self.floor if self.floor.prediction.peak_bytes <= limit_bytes else None
-        return _best(found)
-
-    @cached_property
-    def floor(self) -> Candidate:
-        """The tree with the lowest predicted peak that was found."""
-        with self.search_budget.running():
-            lowest = [
-                solver.floor
-                for solver in self.search_budget.parts(self._all_solvers)
-                if solver is self.blocks or not self.search_budget.is_over
-            ]
-            lowest += [one for storing in self.storings for one in storing.lowest]
-        return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
 class Solver:
@@ -371,15 +207,6 @@ class Solver:
             if asked >= lowest and not (found and self.search_budget.is_over):
                 found.append(self.judged(self.table.tree_at(asked)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
-
-
-def _with_options(profile: Profile, cost: Cost, search_budget: SearchBudget) -> Profile:
-    return replace(profile, options=options_of(profile, cost, search_budget))
-
-
-def _best(found: list[tuple[float, Candidate]]) -> Candidate:
-    """Return the cheapest of the candidates by their prices."""
-    return min(found, key=lambda one: (one[0], bool(one[1].offloads), one[1].prediction.peak_bytes))[1]
 
 
 def _is_simple(name: str) -> bool:

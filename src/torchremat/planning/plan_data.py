@@ -1,0 +1,134 @@
+"""A plan as data: what is done with each unit, what a step is predicted to need, and what both were made from.
+
+The three are the bases of `Plan` instead of attributes of it, so that files and `dataclasses.replace` have one level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torchremat.planning.bounds.certificates import Certificate, Claim
+from torchremat.planning.conditions import Conditions
+from torchremat.planning.forecasts import Forecast
+from torchremat.planning.inputs import InputSizes
+from torchremat.planning.layout import Calls, HeldOperators
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.simulator.offload_choices import Speed, StoredUnit
+from torchremat.regions.offload_schedule import Transfer
+from torchremat.schedules.chain import Tree
+from torchremat.tensors.handles import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """One unit in a plan, in readable form.
+
+    Attributes:
+        name: The names of its modules.
+        kind: Their types.
+        saved_bytes: Bytes that it holds from forward to backward if it is kept, beyond its inputs.
+        input_bytes: Bytes of its inputs.
+        seconds: Seconds of one forward.
+        flops: Flops of one forward.
+        line: File and line of the code of its first module; a plan that was loaded has none.
+    """
+
+    name: str
+    kind: str
+    saved_bytes: int
+    input_bytes: int
+    seconds: float
+    flops: int
+    line: str = field(default="", compare=False, metadata={"written": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """The request that a plan answers, and the step that it was made for.
+
+    Attributes:
+        budget_bytes: The budget.
+        budget: The budget as it was given.
+        device: The device that the bytes are on.
+        cost: The quantity that was minimised.
+        parameters: Shapes of the parameters that the plan was made for, by name.
+        inputs: Elements in the inputs of the step's largest call of each module that it calls itself, mostly the model;
+            larger inputs raise a warning.
+        stores: Descriptions of the given stores.
+        speeds: The speed of each store when the plan was made, the source of `moving_seconds`.
+        given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
+        ran_out: Whether the search ran out of time, so that a better plan may exist.
+        conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
+            warning in the first step.
+        planning_seconds: Seconds of planning: the runs of the step, and the search. 0 in older plans.
+        planning_steps: Number of times that planning has run the step, or its forward alone.
+    """
+
+    budget_bytes: int
+    budget: str
+    device: str
+    cost: Cost
+    parameters: dict[str, tuple[int, ...]]
+    inputs: InputSizes
+    stores: tuple[str, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
+    ran_out: bool = field(default=False, compare=False)
+    conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
+    planning_seconds: float = field(default=0.0, compare=False)
+    planning_steps: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a plan does with each unit.
+
+    Attributes:
+        tree: The choice.
+        units: The units that the tree is over.
+        calls: The keys that identify their calls.
+        held: The operators whose outputs units kept in part hold; the tree names an option for these units.
+        stored: The kept units whose saved tensors wait in a store.
+        unlike: Modules that are not recomputed as a whole since that would not repeat their forward, with the reasons.
+    """
+
+    tree: Tree
+    units: tuple[PlannedUnit, ...]
+    calls: Calls
+    held: tuple[HeldOperators, ...] = ()
+    stored: tuple[StoredUnit, ...] = ()
+    unlike: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def held_by_unit(self) -> dict[int, HeldOperators]:
+        """The operators that each unit kept in part holds."""
+        return {unit: one for one in self.held for unit in one.units}
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """The transfers of each unit whose saved tensors wait in a store, as the executor takes them."""
+        return {one.unit: one.transfer for one in self.stored}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that go to stores in a step, and come back."""
+        return sum(one.stored_bytes for one in self.stored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanData(Choice, Forecast, Provenance):
+    """The fields of a plan.
+
+    Attributes:
+        certified: The certificate, if it was computed before; ask for `certificate`.
+    """
+
+    certified: Certificate | None = field(default=None, compare=False)
+    # Of this plan only: `dataclasses.replace` does not copy it. See `claimed`.
+    _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
+
+    @cached_property
+    def certificate(self) -> Certificate | None:
+        """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
+        return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified

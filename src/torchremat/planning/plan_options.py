@@ -1,0 +1,132 @@
+"""The options of plans: one value, from the functions that take them as keywords down to the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Literal, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
+
+import torch
+
+from torchremat.errors import UnsupportedError, check_flags
+from torchremat.planning.devices.device import Device
+from torchremat.planning.profiles.store_sizes import check_stores
+from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.planning.searches.progress import Progress, checked
+from torchremat.tensors.handles import Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of a plan, checked. Functions of this library take them as keywords: `plan(..., cost="flops")`.
+
+    Attributes:
+        optimizer: If given, its state and the peak of its step count.
+        device: The device whose bytes count; that of the first parameter if not given. With `on="meta"` the device to
+            plan for: a name (`"h100"`), a file that `Planner.save_device` has written, or a `Device`.
+        cost: The quantity to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        stores: Stores where saved tensors may wait instead of being recomputed, if that is faster; the speed of each is
+            measured. Without any, nothing is stored.
+        allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
+        on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
+            and batch may be real, on the meta device, or fakes.
+        progress: Called with the progress of planning; an exception that it raises ends planning. If not given, `plan`,
+            `frontier` and `fit` show a bar in a terminal beyond two seconds, if rich is installed; False for neither.
+            `progress_bar` of `torchremat.reports.bars` makes an observer that shows a bar.
+
+    Raises:
+        UnsupportedError: `cost`, `operators`, `allow_lossy` or `progress` is not valid; one of the stores is no store,
+            or is lossy and that is not allowed; or there are stores with `on="meta"`.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | str | Path | Device | None = None
+    cost: Cost = "seconds"
+    operators: bool = True
+    stores: Sequence[Store] = ()
+    allow_lossy: bool = False
+    on: Literal["meta"] | None = None
+    progress: Callable[[Progress], None] | Literal[False] | None = None
+
+    def __post_init__(self) -> None:
+        check_cost(self.cost)
+        check_flags(operators=self.operators, allow_lossy=self.allow_lossy)
+        checked(self.progress)
+        object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
+        if self.stores and self.on is not None:
+            raise UnsupportedError(
+                f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
+                f"on={self.on!r}."
+            )
+
+    @property
+    def keywords(self) -> PlanKeywords:
+        """The options by name, for a function that takes them as keywords."""
+        return cast("PlanKeywords", vars(self).copy())
+
+    @property
+    def search_keywords(self) -> SearchKeywords:
+        """The options of the search by name."""
+        return SearchKeywords(cost=self.cost, operators=self.operators)
+
+
+class SearchKeywords(TypedDict, total=False):
+    """Options of the search for a plan; see `PlanOptions`, here and below."""
+
+    cost: Cost
+    operators: bool
+
+
+class StepKeywords(SearchKeywords, total=False):
+    """Also options of a step."""
+
+    optimizer: torch.optim.Optimizer | None
+    stores: Sequence[Store]
+    allow_lossy: bool
+    progress: Callable[[Progress], None] | Literal[False] | None
+
+
+class FitKeywords(StepKeywords, total=False):
+    """Options of a step that runs here."""
+
+    device: torch.device | str | None
+
+
+class PlanKeywords(StepKeywords, total=False):
+    """Options of a step that may be planned without running it."""
+
+    device: torch.device | str | Path | Device | None
+    on: Literal["meta"] | None
+
+
+def takes(keywords: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a function with `**options: Unpack[keywords]` the signature that lists them, and let it take no others."""
+    defaults = {one.name: cast("object", one.default) for one in fields(PlanOptions)}
+    listed = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+        for name, kind in get_type_hints(keywords).items()
+    ]
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        plain = signature(function)
+        named = [one for one in plain.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        full = plain.replace(parameters=[*named, *listed])
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            unknown = [name for name in kwargs if name not in full.parameters]
+            if unknown:
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
+            return function(*args, **kwargs)
+
+        vars(call)["__signature__"] = full
+        return call
+
+    return decorated

@@ -1,0 +1,214 @@
+"""The operators of a unit, and what a region takes that holds the outputs of some of them.
+
+    bytes      `replays`, from the allocator's events of the traced forward, and `partial_backward`, from those of the
+               watched backward
+    seconds    of the operators that run again, and of the executor, see `profiles.overheads`
+
+Units of several calls have no options, nor have units whose tensors something else also references (except for the
+casts that autocast keeps), nor compiled code, which would run eagerly under a policy. Outputs of casts are never held,
+since autocast makes them sometimes in the forward and sometimes in the recompute: see NOTE [ Casts in a recompute ].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from torchremat.measuring.traces import AllocationTrace
+from torchremat.planning.profiles.events import intervals_of
+from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
+from torchremat.planning.profiles.overheads import NOMINAL
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost, amount
+from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, values_of
+from torchremat.planning.searches.partial_backward import in_parts
+from torchremat.planning.searches.replays import Intervals, SelectionReplay
+from torchremat.planning.simulator.points import OptionBytes
+from torchremat.policies.ordinals import asked_about
+from torchremat.schedules.dataflow import Dataflow, Value
+from torchremat.schedules.operator_selection import OperatorSelection, evaluate
+
+_MOST_OPERATORS = 3000
+
+
+class UnitOperators:
+    """The operators of one unit.
+
+    Args:
+        profile: The profile of the step.
+        cost: The quantity to minimise.
+        unit: The unit.
+        allocations: The allocator's events in the traced forward.
+        intervals: By address, the events that allocated and freed something there.
+        pooled_s: The seconds of each operator of the forward.
+        has_options: Whether a part of the unit may be kept.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cost: Cost,
+        unit: int,
+        *,
+        allocations: AllocationTrace,
+        intervals: Intervals,
+        pooled_s: list[float],
+        has_options: bool,
+    ) -> None:
+        self.profile = profile
+        self.cost: Cost = cost
+        self.unit = unit
+        self.has_options = has_options
+        self._allocations = allocations
+        self._intervals = intervals
+        self._pooled_s = pooled_s
+        self._log = profile.units.trace.operators
+
+    def amount(self, seconds: float, nominal_s: float, flops: float) -> float:
+        """Return the quantity to minimise."""
+        return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The operators as the forward has run them."""
+        return [self._log.runs[index] for index in operators_of(self.profile, self.unit)]
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """The operators, with the minimised quantity as costs, and casts that cannot be held."""
+        runs, flow = self.runs, flow_of(self.profile, "flops", self.unit)
+        operators = tuple(
+            replace(operator, cost=self.amount(measured_s, nominal_seconds(self._log, run), operator.cost))
+            for operator, run, measured_s in zip(flow.operators, runs, self._seconds, strict=True)
+        )
+        casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
+        values = tuple(
+            Value(
+                size_bytes=value.size_bytes,
+                needed=value.needed,
+                holdable=value.holdable and number not in casts,
+                saved_after=value.saved_after,
+            )
+            for number, value in enumerate(flow.values)
+        )
+        return Dataflow(operators=operators, values=values)
+
+    @property
+    def form(self) -> Dataflow:
+        """The operators without the parts that depend on shapes."""
+        operators = tuple(replace(one, cost=0.0) for one in self.flow.operators)
+        return Dataflow(operators=operators, values=tuple(replace(one, size_bytes=0) for one in self.flow.values))
+
+    def option(self, selection: OperatorSelection) -> OptionBytes:
+        """Return the bytes and time of a unit that holds some operators' outputs."""
+        profile, unit, runs, log = self.profile, self.unit, self.runs, self._log
+        nominal_s = [nominal_seconds(log, run) for run in runs]
+        own = profile.units.units[unit]
+        call, outputs = profile.units.trace.calls[own.calls[0]], set(own.outputs)
+        window = call.begins, call.ends
+        # The states of generators are on the host: the held output of an operator that has drawn comes with one.
+        state_bytes = profile.generator_bytes
+        replay = SelectionReplay(
+            log, runs, self.flow, self._storages, selection, self._allocations, self._intervals, window, state_bytes
+        )
+        boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
+        again = [index for index in range(selection.ends) if index not in replay.spared]
+        ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
+        operators = tuple(run.name for run in runs if run.op_info.is_counted)
+        seen = self._seen(asked_about(operators, ordinals))
+        taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
+        overhead_s = profile.overheads.seconds(*taken)
+        backward = in_parts(profile.backwards[unit], self._saves, self.flow, selection, replay)
+        return OptionBytes(
+            kept=frozenset(boundary.values()),
+            kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),
+            forward_peak_bytes=replay.forward_peak(),
+            early_peak_bytes=backward.early_bytes,
+            recompute_peak_bytes=backward.recompute_bytes,
+            ahead_peak_bytes=replay.recompute_peak(),
+            late_peak_bytes=backward.late_bytes,
+            recomputes=selection.ends > 0,
+            seconds=overhead_s + sum(self._seconds[index] for index in again),
+            overhead_s=overhead_s,
+            nominal_s=NOMINAL.seconds(*taken) + sum(nominal_s[index] for index in again),
+            flops=sum(runs[index].flops for index in again),
+            ordinals=ordinals,
+            operators=operators,
+        )
+
+    def like(self, option: OptionBytes) -> OptionBytes:
+        """Return the bytes and time of the unit when it holds the same operators as an option of another profile."""
+        counted = (index for index, run in enumerate(self.runs) if run.op_info.is_counted)
+        held = (index for index in counted if _ordinal(self.runs, index) in option.ordinals)
+        return self.option(evaluate(self.flow, held))
+
+    def gains(self, option: OptionBytes) -> bool:
+        """Return whether an option costs less than a plain region, and holds less than the unit kept as a whole."""
+        costs = self.profile.costs[self.unit]
+        whole_s = self.profile.nominal_s[self.unit][1] + NOMINAL.region_s
+        whole = self.amount(costs.seconds_truncated, whole_s, costs.flops_truncated)
+        is_cheaper = self.amount(option.seconds, option.nominal_s, option.flops) < whole
+        return is_cheaper and option.kept_bytes < self.profile.sizes[self.unit].inside_bytes
+
+    def _seen(self, asked: int) -> int:
+        """Return how many operators are seen if the policy is asked about the first `asked` that it counts.
+
+        After the last of these, operators are seen until something is saved.
+        """
+        runs = self.runs
+        counted = [index for index, run in enumerate(runs) if run.op_info.is_counted]
+        saves = (value.saved_after for value in self.flow.values if value.needed)
+        return min((position for position in saves if not asked or position > counted[asked - 1]), default=len(runs))
+
+    @cached_property
+    def _storages(self) -> list[int]:
+        """The storages of the values of the dataflow."""
+        return [self._log.values[value].storage for value in values_of(self.profile, self.unit)]
+
+    @cached_property
+    def _saves(self) -> list[int] | None:
+        """The values that autograd saves, in their order; None if the watched step has saved more."""
+        saves, asked = saves_of(self.profile, self.unit), self.profile.backwards[self.unit].asked_at
+        return saves if saves is not None and max(asked, default=-1) < len(saves) else None
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        """The seconds of the operators, scaled to those of the unit's forward."""
+        pooled_s = [self._pooled_s[index] for index in operators_of(self.profile, self.unit)]
+        factor = self.profile.costs[self.unit].seconds / max(sum(pooled_s), 1e-12)
+        return [seconds * factor for seconds in pooled_s]
+
+
+def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
+    """Return the operators of each unit of a profile; empty if no unit has options."""
+    log, allocations = profile.units.trace.operators, profile.units.trace.allocations
+    casts = numbers_of(log, casts_of_leaves(log))
+    having = [allocations is not None and _has_options(profile, unit, casts) for unit in range(len(profile.sizes))]
+    if allocations is None or not any(having):
+        return []
+    intervals, pooled_s = intervals_of(allocations), pooled_seconds(log.runs)
+    return [
+        UnitOperators(
+            profile,
+            cost,
+            unit,
+            allocations=allocations,
+            intervals=intervals,
+            pooled_s=pooled_s,
+            has_options=has_options,
+        )
+        for unit, has_options in enumerate(having)
+    ]
+
+
+def _has_options(profile: Profile, unit: int, casts: frozenset[int]) -> bool:
+    own, size, trace = profile.units.units[unit], profile.sizes[unit], profile.units.trace
+    if len(own.calls) != 1 or own.carried or size.left - casts or not size.has_backward or size.inside_bytes == 0:
+        return False
+    runs = [trace.operators.runs[index] for index in operators_of(profile, unit)]
+    return 1 < len(runs) <= _MOST_OPERATORS and not any(run.is_compiled for run in runs)
+
+
+def _ordinal(runs: list[Run], index: int) -> int:
+    """The number of an operator as the policy of a region counts them: without casts and views."""
+    return sum(run.op_info.is_counted for run in runs[:index])
