@@ -19,6 +19,7 @@ from interop.trainers import Lit, Small, fit, layers, llama, train, whole
 from torchremat.interop.budgets import Budgeted, Training
 from torchremat.interop.wishes import Wishes
 from torchremat.interop.words import Words
+from torchremat.planning.plan_options import PlanOptions
 
 WORDS = Words(owner="", step="", taker="", smaller="")
 QUICK = {"cost": "flops", "operators": False}
@@ -162,7 +163,7 @@ def sharded_by_fsdp2():
         budgeted = None
         if size is not None:
             training = Training(model=model, optimizer=optimizer, log=logged.append, words=WORDS)
-            budgeted = Budgeted(Wishes(budget=size, **QUICK), training)
+            budgeted = Budgeted(Wishes(budget=size, options=PlanOptions(**QUICK)), training)
 
         def loss_of(model, batch):
             return model(batch, batch)["loss"]

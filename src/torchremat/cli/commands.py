@@ -51,8 +51,8 @@ from torchremat.planning.frontiers import POINTS
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
+from torchremat.planning.profiled_step import check_request
 from torchremat.planning.report import Report
-from torchremat.planning.requests import check_request
 from torchremat.planning.verification import verify
 from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes

@@ -36,7 +36,7 @@ from torchremat.planning.budgets import check_budget
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
-from torchremat.planning.requests import check_request
+from torchremat.planning.profiled_step import check_request
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot

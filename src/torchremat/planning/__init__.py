@@ -7,7 +7,7 @@ searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible
 budgets, hosts           a budget in bytes, and the memory of a host
 layout, inputs           putting a tree on a model
-plan_options, requests   the options of `plan` and others, checked
+plan_options             the options of `plan` and others
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner, doors           `plan` and `frontier`
 forecasts, plan_data     a plan as data

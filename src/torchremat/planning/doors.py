@@ -11,8 +11,8 @@ from torchremat.planning.frontiers import POINTS, Frontier, check_points
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
 from torchremat.planning.planner import planner_shown
 from torchremat.planning.plans import Plan
+from torchremat.planning.profiled_step import check_request
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.requests import check_request
 
 
 @without_our_frames

@@ -15,15 +15,7 @@ from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.checks import CountedBytes, checks_on
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.forecasts import Point
-from torchremat.planning.layout import (
-    Application,
-    check_bare,
-    install,
-    modules_under,
-    put_on,
-    uninstall,
-    unmet_modules,
-)
+from torchremat.planning.layout import Application, check_bare, install, modules_under, put_on, uninstall, unmet_modules
 from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
@@ -209,9 +201,7 @@ class Plan(PlanData, ViewedOverTime):
         by_optimizer = ", in the optimizer's step" if self.is_by_optimizer else ""
         return (
             self._drawn(
-                self.plain_curve,
-                name="plain",
-                peak=f"peak {format_bytes(self.plain_peak_bytes)} {self.plain_source}",
+                self.plain_curve, name="plain", peak=f"peak {format_bytes(self.plain_peak_bytes)} {self.plain_source}"
             ),
             self._drawn(
                 self.curve,

@@ -1,4 +1,4 @@
-"""A step that was profiled, with the search for plans of it."""
+"""A step that was profiled, with the search for plans of it; and the check of a request before any of this work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 from torchremat.errors import DeviceWarning, UnsupportedError, warn
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.measuring.runs import run_traced
+from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen, plain_step
-from torchremat.planning.budgets import Relative, bytes_of
-from torchremat.planning.devices.fakes import placed
+from torchremat.planning.budgets import Relative, bytes_of, check_budget
+from torchremat.planning.devices.device import device_of
+from torchremat.planning.devices.fakes import placed, torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.forecasts import PlainSource
 from torchremat.planning.layout import bare
@@ -187,3 +188,22 @@ class ProfiledStep:
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
                 peers=self._peers,
             )
+
+
+def check_request(model: nn.Module, step: Step, options: PlanOptions, budget: int | str, *, margin: int | str) -> None:
+    """Raise if no plan can exist for a budget, whatever the step does; see `plan` for the arguments.
+
+    With any other `on` nothing is checked: `placed` refuses it.
+
+    Raises:
+        BudgetError: The budget or the margin is no size, the device has fewer bytes, or the margin leaves none.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
+        StepError: One of the arguments is no model, step or optimizer.
+        UnsupportedError: The device does not exist.
+    """
+    if options.on == "meta":
+        described = device_of(options.device)
+        check_budget(budget, described.name, described.memory_bytes, margin=margin)
+    elif options.on is None:
+        subject = subject_of(step, model, options.optimizer, needs_model=True)
+        check_budget(budget, subject.device(torch_device(options.device)), margin=margin)

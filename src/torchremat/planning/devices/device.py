@@ -172,11 +172,6 @@ def _read(content: dict[str, object], source: str) -> Device:
     unknown = [name for name in content if name not in (*_REQUIRED, *_OPTIONAL)]
     problems = [f"misses {', '.join(missing)}"] if missing else []
     problems += [f"has {', '.join(unknown)}, which no device has"] if unknown else []
-    problems += [
-        f"{name} is {content[name]!r:.40}, an int is needed"
-        for name in _INTEGERS
-        if not isinstance(content.get(name, 0), int)
-    ]
     if not isinstance(content.get("flops", {}), dict):
         problems.append("flops is no object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
@@ -235,41 +230,16 @@ _BUILT_IN: dict[str, Device] = dict(
         # NVIDIA V100 data sheet (2020), SXM2: 125 TF fp16, 15.7 TF fp32, 900 GB/s. No bfloat16.
         _nvidia("v100", 32, {"float16": 125e12, "float32": 15.7e12}, bandwidth=900e9),
         # NVIDIA A100 data sheet (2021), SXM 80 GB: 312 TF bf16 and fp16, 19.5 TF fp32, 2039 GB/s.
-        _nvidia(
-            "a100",
-            80,
-            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
-            bandwidth=2039e9,
-        ),
+        _nvidia("a100", 80, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}, bandwidth=2039e9),
         # NVIDIA A10 data sheet (2021): 125 TF bf16 and fp16, 31.2 TF fp32, 600 GB/s, 24 GB.
-        _nvidia(
-            "a10",
-            24,
-            {"bfloat16": 125e12, "float16": 125e12, "float32": 31.2e12},
-            bandwidth=600e9,
-        ),
+        _nvidia("a10", 24, {"bfloat16": 125e12, "float16": 125e12, "float32": 31.2e12}, bandwidth=600e9),
         # NVIDIA L4 data sheet (2023): 121 TF bf16 and fp16 (242 with sparsity), 30.3 TF fp32, 300 GB/s, 24 GB.
-        _nvidia(
-            "l4",
-            24,
-            {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
-            bandwidth=300e9,
-        ),
+        _nvidia("l4", 24, {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12}, bandwidth=300e9),
         # NVIDIA H100 data sheet (2023), SXM: 1979 TF bf16 with sparsity, so 989 dense; 67 TF fp32, 3.35 TB/s. Of its
         # 80 GB the driver shows 79.2 GiB (see `benchmarks/gpu`).
-        _nvidia(
-            "h100",
-            79,
-            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-            bandwidth=3350e9,
-        ),
+        _nvidia("h100", 79, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, bandwidth=3350e9),
         # NVIDIA H200 data sheet (2024), SXM: as the H100, with 141 GB (decimal, so 131 GiB) and 4.8 TB/s.
-        _nvidia(
-            "h200",
-            131,
-            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-            bandwidth=4800e9,
-        ),
+        _nvidia("h200", 131, {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}, bandwidth=4800e9),
     )
 )
 

@@ -66,11 +66,7 @@ class GuardedStep(Generic[P, R]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        step: Callable[..., R],
-        backward: Callable[[R], object],
-        settings: GuardSettings,
+        self, model: nn.Module, step: Callable[..., R], backward: Callable[[R], object], settings: GuardSettings
     ) -> None:
         self.attempts: tuple[Attempt, ...] = ()
         self.held_bytes = 0
@@ -212,13 +208,7 @@ class GuardedStep(Generic[P, R]):
             if not is_out_of_memory(error):
                 agreed(AttemptOutcome.RAISED, self._settings.group)
                 raise
-            attempt = attempt_of(
-                error,
-                number=number,
-                doing=self._doing,
-                model=self._model,
-                plan=self._applied.plan,
-            )
+            attempt = attempt_of(error, number=number, doing=self._doing, model=self._model, plan=self._applied.plan)
             result = None
             let_go(error)
             room = None

@@ -152,12 +152,7 @@ def _first_line(error: Exception) -> str:
 
 
 def first_plan(
-    model: nn.Module,
-    bound: BoundStep,
-    options: PlanOptions,
-    *,
-    budget: int | str,
-    margin: int | str,
+    model: nn.Module, bound: BoundStep, options: PlanOptions, *, budget: int | str, margin: int | str
 ) -> Plan:
     """Return the plan for a budget and the first batch. See `plan` for the arguments and errors."""
     with bare(model):

@@ -74,11 +74,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     return Stage(
         forward=amount(profile, cost, seconds=costs.seconds, nominal_s=nominal_s, flops=costs.flops),
         truncated=amount(
-            profile,
-            cost,
-            seconds=costs.seconds_truncated,
-            nominal_s=nominal_truncated_s,
-            flops=costs.flops_truncated,
+            profile, cost, seconds=costs.seconds_truncated, nominal_s=nominal_truncated_s, flops=costs.flops_truncated
         ),
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),

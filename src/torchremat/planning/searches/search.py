@@ -55,22 +55,27 @@ class Search:
         *,
         search_budget: SearchBudget | None = None,
     ) -> None:
-        cost = options.cost
+        self.cost_unit: Cost = options.cost
         self.search_budget = search_budget = SearchBudget() if search_budget is None else search_budget
         # Units kept in part are not stored, so with stores the search is over whole units.
         self.store_profiles = store_profiles
-        self.whole = Solver(pair.blocks, cost, search_budget=search_budget)
+        self.whole = self._solver(pair.blocks)
         self.storing = Storing(self.whole, store_profiles)
         if options.operators:
             with search_budget.running(_OPTIONS_SHARE):
                 pair = ProfilePair(
-                    blocks=_with_options(pair.blocks, cost, search_budget),
-                    leaves=pair.leaves and _with_options(pair.leaves, cost, search_budget),
-                    around=pair.around and _with_options(pair.around, cost, search_budget),
+                    blocks=self._with_options(pair.blocks),
+                    leaves=pair.leaves and self._with_options(pair.leaves),
+                    around=pair.around and self._with_options(pair.around),
                 )
         self.pair = pair
-        self.cost_unit: Cost = cost
-        self.blocks = Solver(pair.blocks, cost, search_budget=search_budget) if pair.blocks.options else self.whole
+        self.blocks = self._solver(pair.blocks) if pair.blocks.options else self.whole
+
+    def _with_options(self, profile: Profile) -> Profile:
+        return replace(profile, options=options_of(profile, self.cost_unit, self.search_budget))
+
+    def _solver(self, profile: Profile, *, hand_made: bool = True) -> Solver:
+        return Solver(profile, self.cost_unit, hand_made=hand_made, search_budget=self.search_budget)
 
     @property
     def plain(self) -> Candidate:
@@ -106,20 +111,8 @@ class Search:
         finest = max((len(mixture.units.units) for mixture in mixtures), default=0)
         return (
             self.blocks,
-            *(
-                Solver(
-                    mixture,
-                    self.cost_unit,
-                    hand_made=len(mixture.units.units) == finest,
-                    search_budget=self.search_budget,
-                )
-                for mixture in mixtures
-            ),
-            *(
-                Solver(one, self.cost_unit, search_budget=self.search_budget)
-                for one in (self.pair.around,)
-                if one and one.options
-            ),
+            *(self._solver(mixture, hand_made=len(mixture.units.units) == finest) for mixture in mixtures),
+            *(self._solver(one) for one in (self.pair.around,) if one and one.options),
         )
 
     @property
@@ -134,11 +127,8 @@ class Search:
             yield self.storing
             finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
             if finest is not self.blocks:
-                profile = replace(finest.profile, options=())
-                yield Storing(
-                    Solver(profile, self.cost_unit, hand_made=False, search_budget=self.search_budget),
-                    self.store_profiles,
-                )
+                whole = self._solver(replace(finest.profile, options=()), hand_made=False)
+                yield Storing(whole, self.store_profiles)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
@@ -177,10 +167,6 @@ class Search:
             ]
             lowest += [one for storing in self.storings for one in storing.lowest]
         return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
-
-
-def _with_options(profile: Profile, cost: Cost, search_budget: SearchBudget) -> Profile:
-    return replace(profile, options=options_of(profile, cost, search_budget))
 
 
 def _best(found: list[tuple[float, Candidate]]) -> Candidate:
