@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -189,10 +189,10 @@ def plan_command(
         _check_files(out, save_device, trace, plot=plot, html=html)
         if save_device is not None and on is not None:
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
-        asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
+        size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         options = options_of(device, on, store, progress, cost=cost, operators=operators)
-        _, planner = _planner(target, options, asked)
-        found = planner.plan(asked.budget, margin=asked.margin_bytes)
+        _, planner = _planner(target, options, size, margin_bytes)
+        found = planner.plan(size, margin=margin_bytes)
         text = str(found)  # works the certificate out
         if save_device is not None:
             planner.save_device(save_device)
@@ -217,7 +217,7 @@ def frontier_command(
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot, html=html)
         options = options_of(device, on, store, progress, cost=cost, operators=operators)
-        _, planner = _planner(target, options, None)
+        _, planner = _planner(target, options)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
     for remark in found.remarks:
@@ -266,10 +266,10 @@ def fit_command(
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, trace, plot=plot, html=html)
-        asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
+        size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         options = options_of(device, None, store, progress, cost=cost, operators=operators)
-        own, planner = _planner(target, options, asked)
-        found = fit_with(planner, own.model, budget=asked.budget, margin=asked.margin_bytes).plan
+        own, planner = _planner(target, options, size, margin_bytes)
+        found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan
         text = str(found)  # works the certificate out
     with _working("verifying"):
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))
@@ -280,20 +280,14 @@ def fit_command(
     _judge(found, report)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The limits that a plan has to stay within."""
-
-    budget: int | str
-    margin_bytes: int
-
-
-def _planner(target: str, options: PlanOptions, asked: _Asked | None) -> tuple[TargetStep, Planner]:
+def _planner(
+    target: str, options: PlanOptions, budget: int | str | None = None, margin_bytes: int = 0
+) -> tuple[TargetStep, Planner]:
     """Return the factory's target and its planner; warnings are printed at the end, also on failure."""
     own = load(target)
     options = replace(options, optimizer=own.optimizer)
-    if asked is not None:
-        check_request(own.model, own.step, options, asked.budget, margin=asked.margin_bytes)
+    if budget is not None:
+        check_request(own.model, own.step, options, budget, margin=margin_bytes)
     with _saying_warnings():
         return own, Planner(own.model, own.step, **options.keywords)
 

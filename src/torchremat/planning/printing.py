@@ -87,15 +87,15 @@ def described(tree: Tree) -> list[str]:
     """Return the choice of the tree for each unit, in words, with nested regions drawn as brackets."""
     words: list[str] = []
 
-    def simulator(node: KeepNode | RegionNode, brackets: str) -> None:
+    def describe(node: KeepNode | RegionNode, brackets: str) -> None:
         if isinstance(node, KeepNode):
             words.append(f"{brackets} recompute" if brackets else "keep")
             return
         for place, child in enumerate(node.children):
             last = len(node.children) - 1
             edge = "─" if not last else "┌" if place == 0 else "└" if place == last else "│"
-            simulator(child, brackets + edge)
+            describe(child, brackets + edge)
 
     for node in tree:
-        simulator(node, "")
+        describe(node, "")
     return words

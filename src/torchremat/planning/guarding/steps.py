@@ -39,8 +39,10 @@ from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.settings import GuardSettings
 from torchremat.planning.guarding.snapshots import StepState
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
-from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
+from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening
+from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions
+from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.tensors.structure import split
@@ -140,14 +142,9 @@ class GuardedStep(Generic[P, R]):
         budget, own = self._to_plan_for, self._settings
         if budget is None:
             return
-        with lent(leaves):
-            plan = first_plan(
-                self._model,
-                bound,
-                own.options,
-                budget=budget,
-                margin=margin_of(own.margin) + self.held_bytes,  # the copies are there as well
-            )
+        margin_bytes = margin_of(own.margin) + self.held_bytes  # the copies are there as well
+        with lent(leaves), bare(self._model):
+            plan = Planner(self._model, bound, **own.options.keywords).plan(budget, margin=margin_bytes)
         before.put_back()
         self._applied.replace(plan)
         self._to_plan_for = None

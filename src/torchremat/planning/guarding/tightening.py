@@ -149,11 +149,3 @@ class Tightening:
 def _first_line(error: Exception) -> str:
     words = str(error) if isinstance(error, TorchrematError) else f"{type(error).__name__}: {error}"
     return words.splitlines()[0][:300]
-
-
-def first_plan(
-    model: nn.Module, bound: BoundStep, options: PlanOptions, *, budget: int | str, margin: int | str
-) -> Plan:
-    """Return the plan for a budget and the first batch. See `plan` for the arguments and errors."""
-    with bare(model):
-        return Planner(model, bound, **options.keywords).plan(budget, margin=margin)

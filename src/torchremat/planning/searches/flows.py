@@ -112,27 +112,33 @@ def _values(
 def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[float]:
     """Return the cost of each operator; see `flow_of`."""
     log = profile.units.trace.operators
-    operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
+    runs = log.runs if unit is None else [log.runs[i] for i in operators_of(profile, unit)]
     if cost == "flops":
-        return [math.inf if log.runs[i].is_compiled else float(log.runs[i].flops) for i in operators]
-    seconds = pooled_seconds(log.runs)
-    factor = profile.forward_seconds / max(sum(seconds), 1e-12)
-    if unit is not None:
-        factor = profile.costs[unit].seconds / max(sum(seconds[i] for i in operators), 1e-12)
-    return [math.inf if log.runs[i].is_compiled else seconds[i] * factor for i in operators]
+        return [math.inf if run.is_compiled else float(run.flops) for run in runs]
+    pooled_s = pooled_seconds(log.runs)
+    seconds = _scaled(pooled_s, profile.forward_seconds) if unit is None else unit_seconds(profile, unit, pooled_s)
+    return [math.inf if run.is_compiled else one for run, one in zip(runs, seconds, strict=True)]
 
 
 def seconds_of(profile: Profile) -> list[float]:
     """Return the seconds of each operator, scaled to the measured time of its unit, or of the forward elsewhere."""
-    pooled = pooled_seconds(profile.units.trace.operators.runs)
-    factor = profile.forward_seconds / max(sum(pooled), 1e-12)
-    found = [seconds * factor for seconds in pooled]
-    for unit, costs in enumerate(profile.costs):
+    pooled_s = pooled_seconds(profile.units.trace.operators.runs)
+    found = _scaled(pooled_s, profile.forward_seconds)
+    for unit in range(len(profile.costs)):
         operators = operators_of(profile, unit)
-        factor = costs.seconds / max(sum(pooled[i] for i in operators), 1e-12)
-        for i in operators:
-            found[i] = pooled[i] * factor
+        found[operators.start : operators.stop] = unit_seconds(profile, unit, pooled_s)
     return found
+
+
+def unit_seconds(profile: Profile, unit: int, pooled_s: list[float]) -> list[float]:
+    """Return the seconds of the operators of a unit, scaled to the measured time of its forward."""
+    operators = operators_of(profile, unit)
+    return _scaled(pooled_s[operators.start : operators.stop], profile.costs[unit].seconds)
+
+
+def _scaled(seconds: list[float], total_s: float) -> list[float]:
+    factor = total_s / max(sum(seconds), 1e-12)
+    return [one * factor for one in seconds]
 
 
 def pooled_seconds(runs: list[Run]) -> list[float]:

@@ -20,7 +20,7 @@ from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal
 from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
-from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, values_of
+from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.partial_backward import in_parts
 from torchremat.planning.searches.replays import Intervals, SelectionReplay
 from torchremat.planning.simulator.points import OptionBytes
@@ -174,9 +174,7 @@ class UnitOperators:
     @cached_property
     def _seconds(self) -> list[float]:
         """The seconds of the operators, scaled to those of the unit's forward."""
-        pooled_s = [self._pooled_s[index] for index in operators_of(self.profile, self.unit)]
-        factor = self.profile.costs[self.unit].seconds / max(sum(pooled_s), 1e-12)
-        return [seconds * factor for seconds in pooled_s]
+        return unit_seconds(self.profile, self.unit, self._pooled_s)
 
 
 def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
