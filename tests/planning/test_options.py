@@ -20,7 +20,7 @@ from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.simulator.prediction import predict
-from torchremat.regions.selective.mode import Collecting, Replaying
+from torchremat.regions.selective.watching import Collecting, Replaying
 from torchremat.schedules.chain import KeepNode
 
 

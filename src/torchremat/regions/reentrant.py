@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
-from torchremat.regions.settings import Settings
+from torchremat.regions.restoring import Restored, run_again
 from torchremat.regions.threads import Now, thread
 from torchremat.state.containers import ContainerCopies
 from torchremat.state.reading import WrittenError
@@ -42,8 +42,7 @@ class CheckpointFunction(torch.autograd.Function):
             raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
         inputs = _HeldArguments(args)
         call = Call(run_function, None, [])
-        settings = _PRESERVING if preserve_rng_state else _NOT_PRESERVING
-        call.look(inputs.tensors, (run_function,), inputs.objects, settings)
+        call.look(inputs.tensors, (run_function,), inputs.objects, guard=(), preserve_rng=bool(preserve_rng_state))
         _warn_without_inputs(args, call.world.modules)
         ctx.save_for_backward(*inputs.own)
         now = thread.now
@@ -157,10 +156,10 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
     name = f"reentrant region of {function}"
     had = thread.begin(Now(thread.now.recomputing + 1))  # See Rule 3
     try:
-        restored = call.restored()
+        restored = Restored(call)
         try:
             with torch.enable_grad():
-                return call.run_again(ContainerCopies(), restored.written, *args)
+                return run_again(call, ContainerCopies(), restored.written, *args)
         finally:
             restored.close()
     except WrittenError as error:
@@ -229,7 +228,3 @@ def _refuse_second(grad: Tensor) -> Tensor:
 
 def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
-
-
-_PRESERVING = Settings()
-_NOT_PRESERVING = Settings(preserve_rng=False)

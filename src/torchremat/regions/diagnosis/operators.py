@@ -32,7 +32,6 @@ from torchremat.tensors.metadata import metadata_of, version_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
-    from torchremat.regions.calls import Body
     from torchremat.tensors.metadata import Metadata
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -176,7 +175,9 @@ class OperatorLog(EagerMode):
         self._outermost: FrameType | None = None
         self._beside_fsdp = shards_anything()
 
-    def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
+    def run(
+        self, run: Callable[..., object], body: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> object:
         """Return the result of `run`, which is `body` or runs it, and log its operators.
 
         Args:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch import nn
 
+from torchremat.regions.calls import Call
 from torchremat.regions.diagnosis.captures import Reach
-
-if TYPE_CHECKING:
-    from torchremat.regions.calls import Call
 
 _CALL = nn.Module._call_impl.__code__  # the frame that every call of a module has
 
