@@ -43,8 +43,7 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
         case Stored():
             record = packed.record
             if record.stored_bytes:
-                metadata = (packed.size, packed.dtype, record.device, packed.stride)
-                yield InStore(record, record.stored_bytes, metadata)
+                yield InStore(record, record.stored_bytes, packed.metadata)
             yield from record.kept
         case Kept():
             yield packed.tensor

@@ -11,7 +11,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import current_devices
+from torchremat._compat.begun_devices import current_devices
 from torchremat.ambient.generators import States, drawn, generator_states
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.registry import Captured, entries
