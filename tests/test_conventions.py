@@ -19,6 +19,7 @@ PACKAGE = SOURCE / "torchremat"
 
 # A module may import from its own rung and from those before it.
 LADDER = [
+    "frames",
     "errors",
     "_compat",
     "ambient",
@@ -211,6 +212,17 @@ def test_one_file_asks_about_kinds_of_devices():
     others = [name for name in INSIDE if not name.startswith(_NAMES_KINDS)]
 
     assert [f"{name}: {asked}" for name in others for asked in questions_about_kinds(nodes_of(name))] == []
+
+
+def test_one_file_walks_frames():
+    walks = {
+        name
+        for name in MODULES
+        for node in nodes_of(name)
+        if isinstance(node, ast.Attribute) and node.attr in ("f_back", "tb_next")
+    }
+
+    assert walks == {"torchremat.frames"}
 
 
 def test_all_agrees_with_the_imports():

@@ -13,7 +13,7 @@ import models
 from planning.kinds import square
 from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
 from torchremat import BudgetError, OrderWarning, Planner
-from torchremat.errors import PACKAGES
+from torchremat.frames import PACKAGES
 from torchremat.measuring.flops import FlopCounter
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.overheads import Overheads

@@ -24,7 +24,7 @@ def waiting_storages(region: Recomputable, key: Key) -> list[UntypedStorage]:
     for slot in alive(region.slots):
         waiting = None if slot.others is None else slot.others.get(key)
         if waiting is not None:
-            storage = waiting[0].untyped_storage()
+            storage = waiting.tensor.untyped_storage()
             found[_address(storage)] = storage
     return list(found.values())
 

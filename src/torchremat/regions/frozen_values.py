@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchremat.errors import MutationError
-from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
+from torchremat.tensors.versioned import Versioned
 
 
 class Frozen:
@@ -20,12 +20,12 @@ class Frozen:
     def __init__(self, value: object) -> None:
         tensors: list[Tensor] = []
         self._template = split(value, tensors, [])
-        self._kept = [(tensor.detach(), tensor.requires_grad, version_of(tensor)) for tensor in tensors]
+        self._kept = [(Versioned(tensor.detach()), tensor.requires_grad) for tensor in tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The kept tensors."""
-        return [tensor for tensor, _, _ in self._kept]
+        return [kept.tensor for kept, _ in self._kept]
 
     def thaw(self, words: str) -> object:
         """Return the value for a recompute.
@@ -37,13 +37,12 @@ class Frozen:
             MutationError: A tensor was written in place.
         """
         found: list[Tensor] = []
-        for tensor, requires_grad, then in self._kept:
-            now = version_of(tensor)
-            if now != then:
+        for kept, requires_grad in self._kept:
+            if kept.is_written:
                 raise MutationError(
-                    f"the tensor of {words} was written in place after the forward had it: version {then} then, {now} "
-                    "now. Use a clone, or write out of place."
+                    f"the tensor of {words} was written in place after the forward had it: version "
+                    f"{kept.version} then, {kept.now} now. Use a clone, or write out of place."
                 )
-            alias = tensor.detach()
+            alias = kept.tensor.detach()
             found.append(alias.requires_grad_() if requires_grad else alias)
         return join(self._template, found)

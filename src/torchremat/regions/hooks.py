@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, current_node, python_node
 from torchremat._compat.graphs import outside_graphs
-from torchremat.regions.slots import Key, Recomputable, Slot, written_since
+from torchremat.regions.slots import Key, Recomputable, Slot, written_in_region
 from torchremat.regions.threads import thread
 from torchremat.tensors.packed import unpacked_in_graphs
+from torchremat.tensors.versioned import Versioned
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack
@@ -38,7 +39,7 @@ def unpack(slot: Slot | Tensor) -> Tensor:
         return slot.region.unpack(slot)
     tensor = slot.tensor
     if tensor._version != slot.version:
-        raise written_since(slot.region.recording, tensor, slot.version, slot.index)
+        raise written_in_region(slot.region.recording, slot.index, Versioned(tensor, slot.version))
     return tensor
 
 

@@ -30,6 +30,7 @@ from torchremat.state.reading import WrittenError
 from torchremat.tensors.held import ChangedError
 from torchremat.tensors.packed import DIFFERENTIATED
 from torchremat.tensors.structure import join, place_of, split
+from torchremat.tensors.versioned import changed_input
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack
@@ -202,7 +203,7 @@ class RegionRecompute:
                 try:
                     links[source] = self.recording.inputs.held[source].unpack()
                 except ChangedError as error:
-                    raise MutationError(self._changed_input(call, number, len(found), error)) from None
+                    raise self._changed_input(call, number, len(found), error) from None
                 if self.observed is not None:
                     region, observer = self.observed
                     observer.given(region, number, len(found), links[source])
@@ -233,14 +234,10 @@ class RegionRecompute:
             "recompute has a leaf in its place, which cannot be written. Write to a clone of the input."
         )
 
-    def _changed_input(self, call: Call, number: int, place: int, error: ChangedError) -> str:
+    def _changed_input(self, call: Call, number: int, place: int, error: ChangedError) -> MutationError:
         found = place_of(call.template, place) or ""
         where = f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"
-        return (
-            f"{self.recording.name(number)}: its input {where} was changed in place between forward and recompute: "
-            f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change "
-            "out of place, pass a clone, or run backward before it."
-        )
+        return changed_input(f"{self.recording.name(number)}: its input {where}", error.before, error.now)
 
 
 _RAISED = "This was raised in the recompute"

@@ -16,11 +16,12 @@ from torchremat.regions.recording import Recording
 from torchremat.regions.rules import last_needed
 from torchremat.regions.selective.kept import memory_of
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import Key, Slots, waits, written_since
+from torchremat.regions.slots import Key, Slots, waits, written_in_region
 from torchremat.regions.values import ValueCheck
 from torchremat.state.reading import WrittenTensors
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
+from torchremat.tensors.versioned import Versioned
 
 # NOTE [ What is written after it was saved ]
 # An operation may save a tensor first and fill it afterwards, without a new version: `rrelu` saves its noise this way,
@@ -125,7 +126,7 @@ class Refill:
         self.is_stopped = False
         self.difference: Difference | None = None
         self.began: Began
-        self._found: tuple[Tensor, int] | None = None
+        self._found: Versioned | None = None
 
     @outside_graphs  # code under dynamo calls it, compiled or not
     def pack(self, tensor: Tensor) -> object:
@@ -158,7 +159,7 @@ class Refill:
             value = tensor if tensor.is_leaf else self._detached(tensor)
             slot = slots[index]()
             if self.key is None:
-                self._found = value, value._version
+                self._found = Versioned(value)
             elif slot is not None and slot.value is None:
                 slot.put(self.key, self.task, value)
         # The other cases: see NOTE [ What is written after it was saved ]
@@ -187,10 +188,9 @@ class Refill:
             MutationError: It was written in place since it was saved.
         """
         assert self._found is not None
-        tensor, version = self._found
-        if tensor._version != version:
-            raise written_since(recording, tensor, version, self.needed)
-        return tensor
+        if self._found.is_written:
+            raise written_in_region(recording, self.needed, self._found)
+        return self._found.tensor
 
     def ended(self) -> Difference | None:
         """Return the difference that was found, or is found now that no further tensor is saved."""

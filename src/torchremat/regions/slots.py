@@ -14,6 +14,7 @@ from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.recording import Recording
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.packed import Owner, Packed
+from torchremat.tensors.versioned import Versioned
 
 # The owner of recomputed tensors: a backward, by its number, or a `Session`.
 Key = Hashable
@@ -87,7 +88,7 @@ class Slot(Packed):
         self.task: int | None = None
         self.tensor: Tensor
         self.version: int
-        self.others: dict[Key, tuple[Tensor, int]] | None = None  # tensors that wait for any other backward or session
+        self.others: dict[Key, Versioned] | None = None  # tensors that wait for any other backward or session
 
     def served(self, value: Served) -> ServedSlot:
         """Return a slot that holds its tensor, to replace this one before autograd has it.
@@ -114,7 +115,7 @@ class Slot(Packed):
         if task is None or (self.task is not None and self.task != task):
             if self.others is None:
                 self.others = {}
-            self.others[key] = tensor, tensor._version
+            self.others[key] = Versioned(tensor)
         else:
             self.tensor = tensor
             self.version = tensor._version
@@ -131,15 +132,15 @@ class Slot(Packed):
             MutationError: It was written in place since it was saved.
         """
         if self.task == key:
-            tensor, version = self.tensor, self.version
+            found = Versioned(self.tensor, self.version)
         else:
             assert self.others is not None
-            tensor, version = self.others[key]
+            found = self.others[key]
         if not keep:
             self.drop(key)
-        if tensor._version != version:
-            raise written_since(self.region.recording, tensor, version, self.index)
-        return tensor
+        if found.is_written:
+            raise written_in_region(self.region.recording, self.index, found)
+        return found.tensor
 
     def drop(self, key: Key) -> None:
         """Drop the tensor that waits for `key`, if any."""
@@ -256,10 +257,11 @@ def waits(slot: Slot | None) -> bool:
     return slot is not None and slot.value is None
 
 
-def written_since(recording: Recording, tensor: Tensor, version: int, index: int) -> MutationError:
+def written_in_region(recording: Recording, index: int, saved: Versioned) -> MutationError:
     """Return the error for a tensor that was written after autograd had saved it."""
     return MutationError(
         f"{recording.name(recording.call_of(index))}: a tensor that autograd saved (number {index}, shape "
-        f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version {version} "
-        f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
+        f"{tuple(saved.tensor.shape)}) was written in place afterwards in the same region: it was at version "
+        f"{saved.version} and is at {saved.now} now. Plain autograd refuses this as well; make the "
+        "operation out of place."
     )

@@ -33,6 +33,7 @@ from torchremat.stores.pieces import WORST_ITEMSIZE, ByteSpan, Piece, covers, cu
 from torchremat.stores.shared import Shared
 from torchremat.stores.weak import WeakBytes
 from torchremat.tensors.handles import Handle, Protecting
+from torchremat.tensors.versioned import Versioned
 
 
 class RecordsByStorage:
@@ -96,7 +97,7 @@ class Record:
         self._is_complete = False
         self._spans: list[ByteSpan] = []
         self._aliases: list[ReferenceType[TensorPlace]] = []
-        self._waiting: list[tuple[Tensor, int, ReferenceType[TensorPlace]]] = []
+        self._waiting: list[tuple[Versioned, ReferenceType[TensorPlace]]] = []
         self._shared = shared
         self._by_storage = by_storage
         self._lock = threading.RLock()
@@ -167,16 +168,16 @@ class Record:
         """Store the bytes of a tensor when `settle` is called, at the latest when the tensor is asked for."""
         with self._lock:
             self._note(place)
-            self._waiting.append((tensor, tensor._version, ref(place)))
+            self._waiting.append((Versioned(tensor), ref(place)))
 
     def settle(self) -> None:
         """Store the tensors that were added to be stored later."""
         with self._lock:
             while self._waiting:
-                tensor, version, alive = self._waiting[0]
+                saved, alive = self._waiting[0]
                 place = alive()
                 if place is not None:
-                    self._store(place, tensor, None, version)
+                    self._store(place, saved.tensor, None, saved.version)
                 del self._waiting[0]  # only now, as the store has not raised
 
     def _note(self, place: TensorPlace) -> None:
@@ -252,7 +253,7 @@ class Record:
         """The tensors that stayed in place, as the store had no room or they are still to be stored."""
         with self._lock:
             found = [piece.handle.tensor for piece in self._pieces() if isinstance(piece.handle, Kept)]
-            return found + [tensor for tensor, _, _ in self._waiting]
+            return found + [saved.tensor for saved, _ in self._waiting]
 
     # ----------------------------------------------------------------------------------------------------- backward
 

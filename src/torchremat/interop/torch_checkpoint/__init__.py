@@ -132,10 +132,7 @@ def checkpoint(
             return _decorator(kwargs, **options)
         return _in_graph()(function, *args, **_for_torch(**options), **kwargs)
     if use_reentrant is None:
-        _warn_of_default(
-            "checkpoint",
-            "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception.",
-        )
+        _warn_of_default("checkpoint", _WILL_RAISE)
         use_reentrant = True
     if not callable(function):
         raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
@@ -163,6 +160,9 @@ def checkpoint(
         bool(debug if switches.debug is None else switches.debug),
     )
     return _run(function, settings, context_fn, respect_saved_tensors_hooks, args, kwargs)
+
+
+_WILL_RAISE = "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception."
 
 
 def _decorator(others: Mapping[str, object], **options: object) -> Callable[[Callable[..., Any]], Decorated]:
