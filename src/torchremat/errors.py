@@ -33,16 +33,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import typing
 import warnings
 
-import torch
 from torch.utils import checkpoint as _torch_checkpoint
 
-# The folders of torch and of this package, whose files are not the user's.
-PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+from torchremat.frames import user_frame
 
 
 class TorchrematError(Exception):
@@ -175,10 +172,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
     A `stacklevel` would have to count the calls of hooks, modes and modules in between.
     """
-    frame = caller = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGES):
-        frame = frame.f_back
-    found = caller if frame is None else frame
+    found = user_frame() or sys._getframe(1)
     # Like `warnings.warn`, so that filters by module and by line apply.
     warnings.warn_explicit(
         message,

@@ -8,7 +8,8 @@ from torch import nn
 
 import torchremat
 from torchremat import Adaptive, StepError, fit, frontier, guard, measure, plan, saved, verify
-from torchremat.errors import PACKAGES, bug
+from torchremat.errors import bug
+from torchremat.frames import OURS
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.planner import Planner
 
@@ -62,7 +63,7 @@ def frames(error):
 
 
 def ours(error):
-    return [one for one in frames(error) if one.filename.startswith(PACKAGES[1])]
+    return [one for one in frames(error) if one.filename.startswith(OURS)]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -119,7 +120,7 @@ def test_an_error_that_is_a_bug_keeps_its_frames(monkeypatch):
     def broken(*_, **__):
         raise bug("2 is not 3")
 
-    broken.__code__ = broken.__code__.replace(co_filename=f"{PACKAGES[1]}broken.py")
+    broken.__code__ = broken.__code__.replace(co_filename=f"{OURS}broken.py")
 
     with pytest.raises(AssertionError, match="This is a bug in torchremat") as found:
         without_our_frames(broken)()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.untouched import gradient_leaves, untouched
+from torchremat.tensors.versioned import Versioned
 
 
 def net() -> nn.Sequential:
@@ -152,11 +152,13 @@ def test_an_interrupt_waits_until_all_is_put_back(monkeypatch):
     model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))).eval()
     before = [buffer.clone() for buffer in model.buffers()]
 
-    def interrupted(*args):
-        signal.raise_signal(signal.SIGINT)
-        set_version(*args)
+    reset = Versioned.reset
 
-    monkeypatch.setattr("torchremat.measuring.untouched.set_version", interrupted)
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        reset(self)
+
+    monkeypatch.setattr(Versioned, "reset", interrupted)
 
     with pytest.raises(KeyboardInterrupt), untouched(model):
         train(model.train())

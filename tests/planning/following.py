@@ -185,7 +185,7 @@ class Following(UnitObserver):
 
     def meets(self, region):
         if region not in self.names:
-            label = region.label
+            label = region.recording.label
             first, last = (label.first, label.last) if isinstance(label, RegionPlace) else (self.unit_of(region),) * 2
             members = range(first, last + 1)
             depth = len(thread.now.calls) + 1
@@ -307,7 +307,7 @@ class Following(UnitObserver):
 
     def asked(self, region, index, tensor):
         if region in self.names and index not in self.slots[region]:
-            unit = self.units_in[region][region.call_of(index)]
+            unit = self.units_in[region][region.recording.call_of(index)]
             if unit not in self.asked_for:
                 self.asked_for.add(unit)
                 self.events.append(f"backward {unit}")

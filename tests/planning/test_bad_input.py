@@ -31,8 +31,8 @@ from torchremat import (
     verify,
     wrap,
 )
-from torchremat.measuring.bindings import set_version
 from torchremat.pipeline import attach, plan_stages
+from torchremat.tensors.versioned import Versioned
 
 
 def step(model):
@@ -427,11 +427,13 @@ def test_an_interrupt_while_the_optimizer_is_put_back_waits(monkeypatch):
     optimizer.step()
     before = fingerprint(model, optimizer=optimizer)
 
-    def interrupted(*args):
-        signal.raise_signal(signal.SIGINT)
-        set_version(*args)
+    reset = Versioned.reset
 
-    monkeypatch.setattr("torchremat.measuring.untouched.set_version", interrupted)
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        reset(self)
+
+    monkeypatch.setattr(Versioned, "reset", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         plan(model, step, budget="100%", optimizer=optimizer)

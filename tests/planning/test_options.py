@@ -13,14 +13,14 @@ import models
 from planning.kinds import square
 from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
 from torchremat import BudgetError, OrderWarning, Planner
-from torchremat.errors import PACKAGES
+from torchremat.frames import PACKAGES
 from torchremat.measuring.flops import FlopCounter
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.simulator.prediction import predict
-from torchremat.regions.selective.mode import Collecting, Replaying
+from torchremat.regions.selective.watching import Collecting, Replaying
 from torchremat.schedules.chain import KeepNode
 
 

@@ -330,10 +330,10 @@ def made(function, *inputs):
 
 def explained(region, index):
     """The message for a saved tensor whose values differ."""
-    count = len(region.metadata)
-    then = region.metadata[index]
+    count = len(region.recording.metadata)
+    then = region.recording.metadata[index]
     difference = Difference(kind="values", index=index, then=then, now=then, saved_then=count, saved_now=count)
-    text = explain(region, 0, difference)
+    text = explain(region.recording, 0, difference)
     assert text.count("\n") + 1 < 30
     return text
 
@@ -353,11 +353,12 @@ def net():
 )
 def test_values_that_were_written_past_their_version(index, name, operator):
     region, y = made(net(), leaf(3, 4))
+    shape = tuple(region.recording.metadata[index][0])
 
     text = explained(region, index)
 
     assert text.startswith(
-        f"region of Sequential: tensor {index} of 5 that autograd saves, shape {tuple(region.metadata[index][0])}, "
+        f"region of Sequential: tensor {index} of 5 that autograd saves, shape {shape}, "
         "torch.float32, cpu, has other values in the recompute than in the forward.\n"
     )
     assert f"\n    aten.{operator}.default(" in text

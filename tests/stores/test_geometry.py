@@ -1,14 +1,7 @@
 import pytest
 import torch
 
-from torchremat.stores.geometry import has_gaps, missing, span_of, without_repeats
-
-
-class Place:
-    def __init__(self, tensor):
-        self.size, self.stride = tensor.shape, tensor.stride()
-        self.offset, self.dtype = tensor.storage_offset(), tensor.dtype
-
+from torchremat.stores.geometry import TensorPlace, missing
 
 BASE = torch.zeros(8, 8)  # rows of 32 bytes
 
@@ -34,12 +27,14 @@ BASE = torch.zeros(8, 8)  # rows of 32 bytes
     ids=range(13),
 )
 def test_where_a_tensor_lies(tensor, span, gaps):
-    assert span_of(Place(tensor)) == span
-    assert has_gaps(Place(tensor)) is gaps
+    place = TensorPlace(tensor)
+
+    assert (place.start, place.stop) == span
+    assert place.has_gaps is gaps
 
 
 def test_repeats_are_taken_once():
-    assert without_repeats(Place(BASE[:1].expand(5, 8))) == (1, 8)
+    assert TensorPlace(BASE[:1].expand(5, 8)).without_repeats == (1, 8)
 
 
 def test_what_is_missing():

@@ -56,6 +56,6 @@ def test_forwards_without_a_backward_are_forgotten():
             x.sin().sin()
     gc.collect()
 
-    schedule = context.catalog._shared.schedule
+    schedule = context.catalog._schedule
 
     assert len(schedule._added) <= 1024

@@ -14,6 +14,8 @@ checkpoints.py   private state of torch's own checkpoint
 containers.py    types that torch's pytree flattens
 operators.py     operators by name
 attention.py     flops of attention with groups of heads
+accelerators.py  the capabilities of each kind of device
+begun_devices.py  the devices that this process uses
 flags.py         settings that decide which kernel computes a number
 norms.py         the common class of batch norms
 modes.py         function and dispatch modes

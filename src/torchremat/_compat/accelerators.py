@@ -1,4 +1,4 @@
-"""The capabilities of each kind of device: the one file that asks torch about a kind of device.
+"""The capabilities of each kind of device. Only this file and `begun_devices` ask torch about a kind of device.
 
     kind     streams and events   memory counted by torch   allocations recorded          pinned memory
     cpu      one order            no                        by torch's profiler           needs none
@@ -361,29 +361,6 @@ def _of(kind: str) -> Accelerator:
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the capabilities of a kind of device."""
     return _of(device.type)
-
-
-def accelerators() -> list[Accelerator]:
-    """Return the kinds of devices, other than the CPU, that this process has begun to use."""
-    # Others, for example MPS, have one device and another generator interface, which only tensors ask for.
-    begun = {"cuda": torch.cuda.is_initialized, "xpu": torch.xpu.is_initialized}
-    return [_of(kind) for kind, has_begun in begun.items() if has_begun()]
-
-
-def devices_in_use() -> list[torch.device]:
-    """Return the devices, other than the CPU, that this process has begun to use."""
-    return [device for accelerator in accelerators() for device in accelerator.in_use()]
-
-
-def counting_devices() -> list[torch.device]:
-    """Return this machine's accelerators whose allocator counts bytes; none if it has no such accelerator."""
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return _of(current.type).devices() if current is not None and _of(current.type).counts else []
-
-
-def current_devices() -> list[torch.device]:
-    """Return the current device of each kind, other than the CPU, that this process has begun to use."""
-    return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]
 
 
 def taken_bytes(memory: UntypedStorage) -> int:

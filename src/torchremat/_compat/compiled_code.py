@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 
-import torch
 from torch import nn
 
-_FILE = str(Path(torch.__file__).parent) + os.sep + str(Path("_dynamo", "eval_frame.py"))
+from torchremat.frames import TORCH, running
+
+_FILE = TORCH + os.path.join("_dynamo", "eval_frame.py")
 _NAMES = ("_TorchDynamoContext", "OptimizedModule")
 
 
@@ -21,12 +21,7 @@ def enters_compiled_code(code: CodeType) -> bool:
 
 def runs_compiled_code() -> bool:
     """Return whether compiled code is on the caller's stack; it runs eagerly there, since a mode is on."""
-    frame: FrameType | None = sys._getframe(1) if "torch._dynamo" in sys.modules else None
-    while frame is not None:
-        if enters_compiled_code(frame.f_code):
-            return True
-        frame = frame.f_back
-    return False
+    return "torch._dynamo" in sys.modules and any(enters_compiled_code(frame.f_code) for frame in running())
 
 
 def is_compiled(item: object) -> bool:

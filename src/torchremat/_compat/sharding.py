@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.binding import private
+from torchremat.frames import running
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,14 +185,12 @@ def is_run_by_fsdp(watcher: CodeType | None) -> bool:
         watcher: The code in whose frame everything observed runs; None without such a frame.
     """
     own = _own_code()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in running():
         code = frame.f_code
         if code is watcher:
             return False
         if id(code) in own:  # the hash of code covers all of its contents
             return True
-        frame = frame.f_back
     return False
 
 

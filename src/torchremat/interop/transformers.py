@@ -10,18 +10,17 @@ callers. From `on_train_begin` to `on_train_end` two methods of that one trainer
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.frames import running
 from torchremat.interop import wishes
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
 from torchremat.interop.wishes import Wishes
@@ -87,7 +86,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
             UnsupportedError: The trainer recomputes by itself, has an engine that runs backward, or is not found.
         """
         self._end()  # left by a failed training
-        trainer = _trainer_of(self, sys._getframe(1))
+        trainer = _trainer_of(self)
         _check(trainer, args)
         self._watch = _TrainingWatch(trainer, self._wishes)
 
@@ -181,12 +180,11 @@ class _TrainingWatch:
         )
 
 
-def _trainer_of(callback: MemoryBudget, frame: FrameType | None) -> transformers.Trainer:
-    while frame is not None:
+def _trainer_of(callback: MemoryBudget) -> transformers.Trainer:
+    for frame in running():
         owner = frame.f_locals.get("self")
         if isinstance(owner, transformers.Trainer) and callback in owner.callback_handler.callbacks:
             return owner
-        frame = frame.f_back
     raise UnsupportedError(
         "MemoryBudget: no trainer has called this callback. Give it to a trainer, "
         "`Trainer(..., callbacks=[MemoryBudget(...)])`, and let `trainer.train()` call it."

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from torchremat._compat.binding import private
 from torchremat._compat.profiler_lines import profiler_silenced
@@ -68,10 +67,6 @@ _enter_record = cast(
 _exit_record = cast(
     "Callable[[object], None]", private("_C._autograd._record_function_with_args_exit", needed_for=_MEASURING)
 )
-_set_versions = cast(
-    "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
-    private("_C._autograd._unsafe_set_version_counter", needed_for="putting buffers back"),
-)
 
 
 def start_profiler() -> None:
@@ -118,8 +113,3 @@ def a_profiler_runs() -> bool:
     """Return whether a profiler of any kind records in this thread, or torch.profiler in any other."""
     anywhere = private("autograd.profiler._is_profiler_enabled", needed_for=_MEASURING)  # a variable, so read now
     return _profiler_enabled() or bool(anywhere)
-
-
-def set_version(tensor: Tensor, version: int) -> None:
-    """Set the counter of in-place changes of `tensor`; no public API lowers it."""
-    _set_versions((tensor,), (version,))

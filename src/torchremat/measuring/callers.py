@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-from torchremat.errors import PACKAGES
+from torchremat.frames import OURS, TORCH, running
 
 _ATEN = torch.ops.aten
-_TORCH, _OURS = PACKAGES
 _SHOWN_PARTS = 3  # of a path outside the folder that Python runs in
 _SIMULATION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "simulation.py")
 
 
 def _callers() -> Generator[FrameType]:
     """Yield the frames around an operator from the innermost, without frames of torch and of modes."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in running():
         code = frame.f_code
         file = code.co_filename
-        if file not in (__file__, _SIMULATION) and code.co_name not in _OF_MODES and not file.startswith(_TORCH):
+        if file not in (__file__, _SIMULATION) and code.co_name not in _OF_MODES and not file.startswith(TORCH):
             yield frame
-        frame = frame.f_back
 
 
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
@@ -34,12 +30,12 @@ _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 def asked_by_us() -> bool:
     """Return whether a file of this package, not user code, called the running operator."""
-    return next((frame.f_code.co_filename.startswith(_OURS) for frame in _callers()), False)
+    return next((frame.f_code.co_filename.startswith(OURS) for frame in _callers()), False)
 
 
 def _user_frame() -> FrameType | None:
     """Return the innermost frame of user code, neither torch's nor ours."""
-    return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
+    return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(OURS)), None)
 
 
 def line_of_user(within: CodeType) -> tuple[str, int] | None:
@@ -47,7 +43,7 @@ def line_of_user(within: CodeType) -> tuple[str, int] | None:
     for frame in _callers():
         if frame.f_code is within:
             return None
-        if not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(OURS):
             return frame.f_code.co_filename, frame.f_lineno
     return None
 

@@ -20,7 +20,7 @@ from torchremat.measuring.packed import InStore, behind, kept_by
 from torchremat.measuring.saved_report import DerivedStorage, KeptStorage, Kind, Saved, SavedReport
 from torchremat.measuring.saving import SavedPlaceholder, SaveLog, WatchedForward
 from torchremat.regions.diagnosis.operators import LoggedOperator
-from torchremat.regions.region import Region
+from torchremat.regions.recording import Recording
 from torchremat.regions.slots import Slot
 from torchremat.tensors.graphs import GraphSlot
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
@@ -143,7 +143,7 @@ class Inventory:
         if isinstance(packed, SavedPlaceholder):
             return
         if isinstance(packed, Slot):
-            self._add_region(packed.region)
+            self._add_region(packed.region.recording)
             if packed.value is None:
                 self.region_slots += 1
                 return
@@ -160,17 +160,17 @@ class Inventory:
             else:
                 self._place(slot, words, self.run.numbers.of(one), metadata_of(one), version_of(one))
 
-    def _add_region(self, region: Region) -> None:
-        if id(region) in self.regions:
+    def _add_region(self, recording: Recording) -> None:
+        if id(recording) in self.regions:
             return
-        self.regions.add(id(region))
-        for held in region.inputs.held:
+        self.regions.add(id(recording))
+        for held in recording.inputs.held:
             kept = held.kept if held.is_hooked else held.alias()
             if kept is not None and not isinstance(kept, nn.Parameter):
                 self._add_foreign(kept, None, _INPUT)
-        for frozen in [tensor for call in region.made for tensor in call.frozen]:
+        for frozen in [tensor for call in recording.calls for tensor in call.frozen]:
             self._add_foreign(frozen, None, _INPUT)
-        for one in kept_by(region):
+        for one in kept_by(recording):
             self._add_foreign(one, None, _CHOSEN)
 
     def _place(

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor
 
-from torchremat.regions.region import Region
+from torchremat.regions.recording import Recording
 from torchremat.regions.selective import cache as selection
 from torchremat.stores.catalog import Apart
 from torchremat.stores.kept import Kept
@@ -43,8 +43,7 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
         case Stored():
             record = packed.record
             if record.stored_bytes:
-                metadata = (packed.size, packed.dtype, record.device, packed.stride)
-                yield InStore(record, record.stored_bytes, metadata)
+                yield InStore(record, record.stored_bytes, packed.metadata)
             yield from record.kept
         case Kept():
             yield packed.tensor
@@ -71,9 +70,9 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
             return
 
 
-def kept_by(region: Region) -> Iterator[Tensor | InStore]:
+def kept_by(recording: Recording) -> Iterator[Tensor | InStore]:
     """Yield the operator results that a region keeps by a policy."""
-    for call in region.made:
+    for call in recording.calls:
         if call.selection is not None:
             for kept in call.selection.kept.values():
                 yield from behind(kept.values)

@@ -14,16 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from torchremat.errors import PACKAGES, TorchrematError
+from torchremat.errors import TorchrematError
+from torchremat.frames import OURS, steps_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OURS = PACKAGES[1]
 _SWITCH = "TORCHREMAT_FULL_TRACEBACKS"
 
 
@@ -46,7 +46,7 @@ def _shorten(error: BaseException | None, done: set[int]) -> None:
     if error is None or id(error) in done:
         return
     done.add(id(error))
-    steps = list(_steps(error.__traceback__))
+    steps = list(steps_of(error.__traceback__))
     if steps and (isinstance(error, TorchrematError) or not _is_ours(steps[-1])):
         rest: TracebackType | None = None
         for place in range(len(steps) - 1, -1, -1):
@@ -59,15 +59,9 @@ def _shorten(error: BaseException | None, done: set[int]) -> None:
     _shorten(error.__context__, done)
 
 
-def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
 def _file(step: TracebackType) -> str:
     return step.tb_frame.f_code.co_filename
 
 
 def _is_ours(step: TracebackType) -> bool:
-    return _file(step).startswith(_OURS)
+    return _file(step).startswith(OURS)

@@ -33,9 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import accelerators
+from torchremat._compat.begun_devices import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
-from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.writes import Known, Writes, same_bytes
@@ -43,6 +42,7 @@ from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.versioned import Versioned
 
 
 @contextmanager
@@ -162,25 +162,24 @@ class Buffers:
         self._tables = [(one, dict(one._buffers)) for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         buffers = {id(one): one for module in modules for one in module.buffers(recurse=False)}
         known = {key for key, found in (watched or {}).items() if found() is buffers.get(key)}
-        self._watched = [(buffers[key], _version(buffers[key])) for key in known]
+        self._watched = [Versioned(buffers[key]) for key in known]
         kept = [buffer for key, buffer in buffers.items() if key not in known]
-        self._copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in kept]
+        self._copies = [(Versioned(buffer), buffer.detach().clone()) for buffer in kept]
 
     def held_bytes(self, device: torch.device) -> int:
         """Return the bytes of the copies on a device."""
-        return sum(copy.untyped_storage().nbytes() for _, copy, _ in self._copies if copy.device == device)
+        return sum(copy.untyped_storage().nbytes() for _, copy in self._copies if copy.device == device)
 
     def written(self) -> list[Tensor]:
         """Return the watched buffers that were written nevertheless."""
-        return [buffer for buffer, version in self._watched if _version(buffer) != version]
+        return [one.tensor for one in self._watched if one.is_written]
 
     def left_alone(self, over_bytes: int) -> dict[int, ReferenceType[Tensor]]:
         """Return the buffers of more than `over_bytes` that have not been written meanwhile, to watch from now on."""
-        copied = [(buffer, version) for buffer, _, version in self._copies]
         return {
-            id(buffer): ref(buffer)
-            for buffer, version in (*self._watched, *copied)
-            if buffer.nbytes > over_bytes and version is not None and _version(buffer) == version
+            id(one.tensor): ref(one.tensor)
+            for one in (*self._watched, *(one for one, _ in self._copies))
+            if one.tensor.nbytes > over_bytes and one.version >= 0 and not one.is_written
         }
 
     def put_back(self) -> None:
@@ -188,25 +187,21 @@ class Buffers:
         for module, table in self._tables:
             module._buffers.clear()  # `register_buffer` would refuse the name
             module._buffers.update(table)
-        for buffer, copy, version in self._copies:
-            if _version(buffer) != version or not same_bytes(buffer, copy):
+        for had, copy in self._copies:
+            buffer = had.tensor
+            if had.is_written or not same_bytes(buffer, copy):
                 # A user's graph may have saved this buffer. Its values are as before, so neither this write nor the
                 # step's writes may count as a change: it is written through `.data`, and the version restored.
                 if buffer.shape == copy.shape:
                     buffer.data.copy_(copy)
                 else:
                     buffer.data = copy.clone()  # the copy may be needed again
-                if version is not None:
-                    set_version(buffer, version)
+                had.reset()
 
 
 def _name_of(models: list[nn.Module], tensor: Tensor) -> str:
     names = (name for model in models for name, one in model.named_parameters() if one is tensor)
     return next((f"`{name}`" for name in names), f"a tensor of shape {tuple(tensor.shape)}")
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager
@@ -296,12 +291,11 @@ class RandomNumbers:
 @contextmanager
 def written_back(tensors: Iterable[Tensor]) -> Generator[None]:
     """Restore the values and versions of tensors after the block. The copies are in host memory."""
-    copies = [(tensor, tensor.detach().to("cpu", copy=True), _version(tensor)) for tensor in tensors]
+    copies = [(Versioned(tensor), tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     try:
         yield
     finally:
         with uninterrupted():
-            for tensor, copied, version in copies:
-                tensor.data.copy_(copied)
-                if version is not None:
-                    set_version(tensor, version)
+            for had, copied in copies:
+                had.tensor.data.copy_(copied)
+                had.reset()

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torchremat._compat.modes import EagerMode
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError
-from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.tracker import address_of
 from torchremat.regions.selective.cache import written_by
@@ -37,8 +36,8 @@ from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.watching import only_looks_on
 from torchremat.state.world import World
-from torchremat.tensors.metadata import version_of
 from torchremat.tensors.parts import is_wrapper
+from torchremat.tensors.versioned import Versioned
 
 _SMALL_BYTES = 16 << 10
 
@@ -98,7 +97,7 @@ class Writes:
         self._known = known
         self._names = names
         self._looks = looks and not known.has_looked
-        self._versions = [(one, version_of(one)) for one in watched.values()]
+        self._watched = [Versioned(one) for one in watched.values()]
         with hiding():
             self._places = [_Place(one) for one in plain]
         self._copies = HostCopies(one for one in plain if id(one) in at_once or known.has(one))
@@ -120,7 +119,7 @@ class Writes:
                 for place in self._places:
                     place.put_back()
                 self._known.add(self._copies.put_back())
-        lost = [one for one, version in self._versions if version_of(one) != version]
+        lost = [one.tensor for one in self._watched if one.is_written]
         if lost:
             shown = ", ".join(map(self._names, lost[:3]))
             raise StepError(
@@ -158,7 +157,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._copies: dict[int, tuple[Versioned, Tensor]] = {}
         for tensor in tensors:
             self.add(tensor)
 
@@ -166,7 +165,7 @@ class HostCopies:
         """Copy another tensor, unless it is copied already."""
         if id(tensor) not in self._copies:
             with hiding():
-                self._copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True), version_of(tensor)
+                self._copies[id(tensor)] = Versioned(tensor), tensor.detach().to("cpu", copy=True)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is copied."""
@@ -175,13 +174,13 @@ class HostCopies:
     def put_back(self) -> list[Tensor]:
         """Restore the values and versions of the tensors; return the tensors that had changed."""
         written: list[Tensor] = []
-        for tensor, copied, version in self._copies.values():
-            if version_of(tensor) == version and same_bytes(tensor.detach().to("cpu"), copied):
+        for had, copied in self._copies.values():
+            tensor = had.tensor
+            if not had.is_written and same_bytes(tensor.detach().to("cpu"), copied):
                 continue
             written.append(tensor)
             tensor.data.copy_(copied)
-            if version >= 0:
-                set_version(tensor, version)
+            had.reset()
         return written
 
 

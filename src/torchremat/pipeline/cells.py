@@ -19,6 +19,7 @@ from torchremat.pipeline.streams import Stream, use_stream
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
+from torchremat.tensors.versioned import Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Cell:
                 region = new_region(self.settings, self.place)
                 function = partial(_run_tracked, self.module, self.layout, self.place.stage)
                 output = region.call(function, (value, skips), {}, [self.module])
-        if any(tensor._version != version for tensor, version in aliases):
+        if any(one.is_written for one in aliases):
             raise MutationError(
                 f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one of "
                 "them in place. From stage to stage autograd does not know that they do, so gradients would be wrong. "
@@ -84,14 +85,14 @@ class Cell:
         return Microbatch.of(output), region
 
 
-def _aliases(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Return the tensors in the graph that share their memory with another one, and their versions."""
+def _aliases(tensors: Sequence[Tensor]) -> list[Versioned]:
+    """Return the tensors in the graph that share their memory with another one, at their versions."""
     if not torch.is_grad_enabled() or len(tensors) < 2:
         return []
     inside = [tensor for tensor in tensors if tensor.requires_grad and tensor.layout == torch.strided]
     shared = Counter(tensor.untyped_storage().data_ptr() for tensor in inside if not tensor.is_nested)
     return [
-        (tensor, tensor._version)
+        Versioned(tensor)
         for tensor in inside
         if not tensor.is_nested and tensor.numel() and shared[tensor.untyped_storage().data_ptr()] > 1
     ]

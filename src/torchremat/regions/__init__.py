@@ -29,17 +29,23 @@ Semantics first; the mechanism obeys. 1 to 6 are those of `torch.utils.checkpoin
 
 In reading order:
 
-settings.py          how a region behaves
-threads.py           the current state of each thread around regions
 rules.py             when a region holds, stops and releases, as functions that planning calls as well
 inputs.py            where the arguments of calls come from
-calls.py             one call in a region: everything needed to run it again
-sessions.py          the owner of recomputed tensors, and how long they stay
-values.py            the check of values
-recompute.py         one recompute
-selective/           outputs that a policy keeps in a region: the mode that sees operators, the cache of their outputs
+frozen_values.py     values that reach a call past its arguments, as they are kept
 decisions.py         the policy protocol, and its answers
+selective/           outputs that a policy keeps in a region: their cache, their watchers, the mode that sees operators
+calls.py             one call in a region: everything needed to run it again
+values.py            the check of values
+recording.py         the notes of a region about its forward, as data
 slots.py             autograd's placeholders for saved tensors
+settings.py          how a region behaves
+threads.py           the current state of each thread around regions
+hooks.py             the hooks that autograd calls
+sessions.py          the owner of recomputed tensors
+waiting.py           how long they stay
+restoring.py         the state that a call saw, shown to its recompute
+refilling.py         the saved tensors of one recompute, compared and put into their slots
+recompute.py         one recompute
 region.py            the region itself: calls, saving, unpacking
 transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions

@@ -15,30 +15,15 @@ recompute it (Rule 2).
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torchremat.errors import UnsupportedError
-from torchremat.regions.calls import Call, Frozen
+from torchremat.regions.calls import Call
+from torchremat.regions.frozen_values import Frozen
 from torchremat.regions.reentrant import is_in_reentrant_forward
-from torchremat.regions.threads import thread
+from torchremat.regions.threads import Carried, thread
 
 K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
-    """A value, and the place where it was put.
-
-    Attributes:
-        value: Any structure of tensors and other objects.
-        calls: The calls that were in their first run there, outermost first.
-        is_reentrant: Whether a reentrant region was in its first run there.
-    """
-
-    value: object
-    calls: tuple[Call, ...]
-    is_reentrant: bool
 
 
 def carried(value: object) -> Carried:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from torch import Tensor, UntypedStorage
 
-from torchremat.regions.region import Region
-from torchremat.regions.slots import Key
+from torchremat.regions.slots import Key, Recomputable, alive
 
 
-def footprint_bytes(region: Region, key: Key) -> int:
+def footprint_bytes(region: Recomputable, key: Key) -> int:
     """Return the bytes of the storages that wait in a region for a session, and that nothing else holds.
 
     Inputs that the region holds and parameters of its modules are in memory in any case.
     """
-    given = [held.kept for held in region.inputs.held]
-    given += [one for call in region.made for one in call.world.tensors()]
+    given = [held.kept for held in region.recording.inputs.held]
+    given += [one for call in region.recording.calls for one in call.world.tensors()]
     here = {_address(one.untyped_storage()) for one in given if isinstance(one, Tensor)}
     return sum(one.nbytes() for one in waiting_storages(region, key) if _address(one) not in here)
 
 
-def waiting_storages(region: Region, key: Key) -> list[UntypedStorage]:
+def waiting_storages(region: Recomputable, key: Key) -> list[UntypedStorage]:
     """Return the storages that wait in a region for a session, each once."""
     found: dict[int, UntypedStorage] = {}
-    for alive in region.slots:
-        slot = alive()
-        waiting = None if slot is None or slot.others is None else slot.others.get(key)
+    for slot in alive(region.slots):
+        waiting = None if slot.others is None else slot.others.get(key)
         if waiting is not None:
-            storage = waiting[0].untyped_storage()
+            storage = waiting.tensor.untyped_storage()
             found[_address(storage)] = storage
     return list(found.values())
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
-from torchremat.regions.settings import Settings
+from torchremat.regions.restoring import Restored, run_again
 from torchremat.regions.threads import Now, thread
 from torchremat.state.containers import ContainerCopies
 from torchremat.state.reading import WrittenError
-from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, place_of, split
+from torchremat.tensors.versioned import Versioned, changed_input
 
 _Inputs = tuple[object, ...]
 
@@ -42,8 +42,7 @@ class CheckpointFunction(torch.autograd.Function):
             raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
         inputs = _HeldArguments(args)
         call = Call(run_function, None, [])
-        settings = _PRESERVING if preserve_rng_state else _NOT_PRESERVING
-        call.look(inputs.tensors, (run_function,), inputs.objects, settings)
+        call.look(inputs.tensors, (run_function,), inputs.objects, guard=(), preserve_rng=bool(preserve_rng_state))
         _warn_without_inputs(args, call.world.modules)
         ctx.save_for_backward(*inputs.own)
         now = thread.now
@@ -95,7 +94,7 @@ class CheckpointFunction(torch.autograd.Function):
 class _HeldArguments:
     """The arguments of a reentrant call, and the recorded facts about the tensors among them."""
 
-    __slots__ = ("_count", "_nested", "_places", "_template", "_versions", "_written", "objects", "own", "tensors")
+    __slots__ = ("_count", "_nested", "_places", "_seen", "_template", "_written", "objects", "own", "tensors")
 
     def __init__(self, args: _Inputs) -> None:
         self._places = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
@@ -106,20 +105,19 @@ class _HeldArguments:
         self._template = split(rest, self._nested, self.objects)
         self.own = [one for one in args if isinstance(one, Tensor)]
         self.tensors = [*self.own, *self._nested]
-        self._versions = [version_of(tensor) for tensor in self.tensors]
+        self._seen = [Versioned(tensor) for tensor in self.tensors]
         self._written: tuple[str, int, int] | None = None
 
     def settle(self) -> None:
         """Record which of the tensors the forward has written, and drop the tensors that autograd keeps."""
-        versions, self._versions = self._versions[: len(self.own)], self._versions[len(self.own) :]
-        for place, tensor, version in zip(self._places, self.own, versions, strict=True):
-            self._compare(f"args[{place}]", tensor, version)
+        own, self._seen = self._seen[: len(self.own)], self._seen[len(self.own) :]
+        for place, seen in zip(self._places, own, strict=True):
+            self._compare(f"args[{place}]", seen)
         self.own, self.tensors, self.objects = [], [], []
 
-    def _compare(self, name: str, tensor: Tensor, then: int) -> None:
-        now = version_of(tensor)
-        if now != then:
-            self._written = self._written or (name, then, now)
+    def _compare(self, name: str, seen: Versioned) -> None:
+        if seen.is_written:
+            self._written = self._written or (name, seen.version, seen.now)
 
     def check(self, function: str) -> None:
         """Raise if a tensor is not as the forward got it; autograd itself watches the inputs after the forward.
@@ -127,15 +125,11 @@ class _HeldArguments:
         Raises:
             MutationError: A tensor was changed.
         """
-        for index, tensor in enumerate(self._nested):
-            self._compare(f"args{place_of(self._template, index)}", tensor, self._versions[index])
+        for index, seen in enumerate(self._seen):
+            self._compare(f"args{place_of(self._template, index)}", seen)
         if self._written is not None:
             name, then, now = self._written
-            raise MutationError(
-                f"reentrant region of {function}: its input {name} was changed in place between forward and "
-                f"recompute: version {then} then, {now} now. Recomputing would give wrong gradients. Make the change "
-                "out of place, pass a clone, or run backward before it."
-            )
+            raise changed_input(f"reentrant region of {function}: its input {name}", then, now)
 
     def filled(self, tensors: list[Tensor]) -> _Inputs:
         """Return the arguments, with `tensors` as the inputs."""
@@ -157,10 +151,10 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
     name = f"reentrant region of {function}"
     had = thread.begin(Now(thread.now.recomputing + 1))  # See Rule 3
     try:
-        restored = call.restored()
+        restored = Restored(call)
         try:
             with torch.enable_grad():
-                return call.run_again(ContainerCopies(), restored.written, *args)
+                return run_again(call, ContainerCopies(), restored.written, *args)
         finally:
             restored.close()
     except WrittenError as error:
@@ -229,7 +223,3 @@ def _refuse_second(grad: Tensor) -> Tensor:
 
 def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
-
-
-_PRESERVING = Settings()
-_NOT_PRESERVING = Settings(preserve_rng=False)

@@ -32,7 +32,6 @@ from torchremat._compat.autograd import (
     current_graph_task,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    retains_graph,
 )
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
@@ -42,77 +41,48 @@ from torchremat.regions.calls import Body, Call
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
-from torchremat.regions.inputs import Inputs
+from torchremat.regions.hooks import noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
+from torchremat.regions.recording import Recording
+from torchremat.regions.refilling import Refill
 from torchremat.regions.selective.forward import Choosing, served
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, unpack, waits
+from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
+from torchremat.regions.waiting import Waiting
 from torchremat.tensors.held import HeldTensor, holding
-from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import split_call
 
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
 
 
-class Region:
+class Region(Recomputable):
     """Calls that are recomputed together, in the order in which they ran."""
 
-    __slots__ = (
-        "__weakref__",
-        "_lock",
-        "_recomputed",
-        "_unpacked",
-        "around",
-        "began",
-        "fingerprints",
-        "fresh",
-        "inputs",
-        "kept_for",
-        "label",
-        "made",
-        "metadata",
-        "runs_backward",
-        "settings",
-        "slots",
-    )
+    __slots__ = ("__weakref__", "_lock", "around", "began", "recording", "settings", "slots", "waiting")
 
-    # Whether slots may hold tensors that are kept anyway.
-    serves = True
     # How an input is held, and how a recomputed tensor loses its graph: torch.func needs other functions.
     held_tensor: type[HeldTensor] = HeldTensor
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         self.settings = settings
-        self.label = label
-        self.made: list[Call] = []
-        self.inputs = Inputs(self.held_tensor)
-        self.kept_for: int | None = None  # the backward whose recomputed tensors stay: see `let_go`
-        self.slots: list[ReferenceType[Slot]] = []
-        self.metadata: list[Metadata] = []
-        self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
         # With `check="values"`; none in a recompute: the region that recomputes compares new tensors with earlier ones.
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
-        self.fingerprints = Fingerprints() if compares else None
-        self.runs_backward = False
+        self.recording = Recording(label, Fingerprints() if compares else None, self.held_tensor)
+        self.slots: Slots = []
         self.began: Began  # the modes in which the last call began
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
-        self._recomputed: set[Key] = set()
-        self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
+        self.waiting = Waiting()
         self._lock = _Lock()
         session = active_session() if open_sessions else None
         if session is not None and not thread.now.recomputing:
             session.created(self)
-
-    @property
-    def calls(self) -> int:
-        """How many calls have run in the region."""
-        return len(self.made)
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -138,7 +108,7 @@ class Region:
         if around is None and self.settings.policy is None:
             return self._call(body, args, kwargs, roots, None, last)
         with SeenBy(None):
-            return self._call(body, args, kwargs, roots, partial(Choosing, self, around), last)
+            return self._call(body, args, kwargs, roots, partial(Choosing, self, self.settings, around), last)
 
     def _call(
         self,
@@ -152,24 +122,25 @@ class Region:
         tensors: list[Tensor] = []
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
-        number, first_slot, first_held = len(self.made), len(self.slots), len(self.inputs.held)
-        call = Call(body, template, self.inputs.take(tensors, last=last), ref(self))
+        recording = self.recording
+        number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
+        call = Call(body, template, recording.inputs.take(tensors, last=last), ref(self))
         observer = self.settings.observer
         if observer is not None:
-            held = [call.sources.index(one) for one in range(first_held, len(self.inputs.held))]
+            held = [call.sources.index(one) for one in range(first_held, len(recording.inputs.held))]
             observer.holds(self, number, held)
             observer.looks(self)
-        call.look(tensors, roots, objects, self.settings)
+        call.look(tensors, roots, objects, guard=self.settings.guard, preserve_rng=self.settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
-        pack, back = self._pack if self.fingerprints is None else self._pack_with_values, unpack
+        pack, back = self._pack if recording.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(noted, partial(observer.saved, self, number), pack)
             back = partial(told, observer.asked)
         run = body
         if self.settings.debug:
-            call.log = log_of(self, call)
+            call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
         choosing = None
@@ -177,7 +148,7 @@ class Region:
             choosing = choose(call, tensors)
             pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
         del tensors, objects
-        self.made.append(call)
+        recording.calls.append(call)
         now = thread.now
         self.around = now.calls[-1].region if now.calls else None
         shared = now.share()
@@ -192,8 +163,8 @@ class Region:
                 pop_saved_tensor_hooks()
             if observer is not None:
                 observer.settles(self)
-            if self.fingerprints is not None:
-                self.fingerprints.settle()
+            if recording.fingerprints is not None:
+                recording.fingerprints.settle()
             call.settle()
             call.slots = len(self.slots)
             if choosing is not None:
@@ -202,13 +173,10 @@ class Region:
                 observer.ended(self, number, output)
         except BaseException as error:
             # The saved tensors are dropped with the partial graph; the next call, if any, takes this one's place.
-            for alive in self.slots[first_slot:]:
-                if (slot := alive()) is not None:
-                    slot.index = LOST
-            del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
-            self.fresh = {index for index in self.fresh if index < first_slot}
-            if self.fingerprints is not None:
-                self.fingerprints.cut(first_slot)
+            for slot in alive(self.slots[first_slot:]):
+                slot.lose()
+            del self.slots[first_slot:]
+            recording.cut(number, first_slot)
             check_transform_inside(error)
             raise
         finally:
@@ -217,29 +185,30 @@ class Region:
             if shared:
                 now.unshare()
         if not last:
-            self.inputs.made(output, number)
+            recording.inputs.made(output, number)
         return output
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:
         if count_dispatch_modes() and is_traced_since(self.began):
             return left_alone(tensor)  # See NOTE [ What is traced in a region ]
-        slots = self.slots
+        slots, recording = self.slots, self.recording
         index = len(slots)
         slot = Slot(self, index)
         slots.append(ref(slot))
         try:
-            self.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`
+            recording.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`
         except RuntimeError:
-            self.metadata.append(metadata_of(tensor))
+            recording.metadata.append(metadata_of(tensor))
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
-            self.fresh.add(index)
+            recording.fresh.add(index)
         return slot
 
     def _pack_with_values(self, tensor: Tensor) -> object:
-        assert self.fingerprints is not None
+        recording = self.recording
+        assert recording.fingerprints is not None
         slot = self._pack(tensor)
-        self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
+        recording.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in recording.fresh)
         return slot
 
     def unpack(self, slot: Slot) -> Tensor:
@@ -249,57 +218,36 @@ class Region:
                 "a tensor was asked for that a region saved in a forward which raised, or which planning or a report "
                 "ran without a backward; run that forward again before its backward."
             )
-        if slot.value is not None:
-            if self.made[-1].is_running:
+        waiting = self.waiting
+        if isinstance(slot, ServedSlot) and slot.value is not None:
+            if self.recording.is_running:
                 self._note_backward()
             tensor = served(slot.value)
             if tensor is not None:
-                if open_sessions and self._is_done_with(slot):
-                    slot.value = GONE
+                if open_sessions and waiting.is_done_with(slot):
+                    slot.release()
                 return tensor
-            slot.value = None  # it was written in place since; the recompute decides whether that is an error
-        if self.kept_for is not None:
-            return slot.take(self.kept_for, keep=True)
+            slot.recompute()
+        if waiting.stays_for is not None:
+            return slot.take(waiting.stays_for, keep=True)
         session = active_session() if open_sessions else None
         task = current_graph_task()
         key = task if session is None else session
         if key == -1:
-            return self._recompute(None, slot.index).found(self)  # outside any backward nothing is kept. See Rule 7
+            # Outside any backward nothing is kept. See Rule 7
+            return self._recompute(None, slot.index).found(self.recording)
         with self._lock:
             if not slot.has(key):
-                if session is not None and session.refuses(self, slot.index in self._unpacked):
-                    raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {UNPACKED_ONCE}")
+                if session is not None and session.refuses(self, waiting.was_asked(slot.index)):
+                    raise CheckpointError(f"{self._name_at(slot.index)}: {UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
                 if slot.task == key and not thread.now.recomputing:
-                    return slot.tensor  # see `unpack` in slots.py; most regions are asked for the first time here
-            return slot.take(key, keep=self._is_needed_again(slot, session, task))
-
-    def _is_done_with(self, slot: Slot) -> bool:
-        session = active_session()
-        return session is not None and session.drops and self._is_last_pass(session, current_graph_task(), slot.index)
-
-    def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
-        # The node holds the tensor while it runs; no other node needs it. See Rule 4
-        if session is not None and not self._is_last_pass(session, task, slot.index):
-            return True
-        if thread.now.recomputing:
-            return False  # the input of a nested region, asked for once by each recompute of it
-        # If the graph is not retained, the slot dies with the node. Otherwise a node written in Python may ask again
-        # until it has run; torch's own nodes do not.
-        return not retains_graph() or pin(slot, task if session is None else session)
-
-    def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
-        if session.drops:
-            return task >= 0 and not thread.now.recomputing and session.is_done_with()
-        if session.passes is None or task < 0:
-            return False
-        tasks = self._unpacked.setdefault(index, set())
-        tasks.add(task)
-        return len(tasks) >= session.passes
+                    return slot.tensor  # see `unpack` in hooks.py; most regions are asked for the first time here
+            return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
 
     def _recompute_for(self, key: Key, index: int) -> None:
         session = key if isinstance(key, Session) else None
-        if key in self._recomputed and (session is None or not session.dropped_too_early()):
+        if key in self.waiting.owners and (session is None or not session.dropped_too_early()):
             self._recompute(key, index)
             return
         try:
@@ -309,7 +257,7 @@ class Region:
         except BaseException:
             self.forget(key)
             raise
-        self._recomputed.add(key)
+        self.waiting.owners.add(key)
         if session is not None:
             session.owns(self)
         else:
@@ -321,7 +269,7 @@ class Region:
         See Rule 9.
         """
         with self._lock:
-            if key in self._recomputed or not self.waits():
+            if key in self.waiting.owners or not any(waits(one()) for one in self.slots):
                 return False
             self._recompute_for(key, 0)
             return True
@@ -332,12 +280,9 @@ class Region:
         The recomputed tensors then stay as long as their slots, as they would without the region: another backward
         through other nodes asks for them.
         """
-        key = current_graph_task()
         with self._lock:
-            alive = [slot for one in self.slots if (slot := one()) is not None]
-            if key in self._recomputed and not retains_graph() and all(slot.task == key for slot in alive):
-                self.kept_for = key
-                self.inputs.held.clear()
+            if self.waiting.let_go(self.slots):
+                self.recording.inputs.held.clear()
 
     def repeat(self) -> None:
         """Run the calls to their end once more, outside of any backward, and keep no tensor.
@@ -355,27 +300,14 @@ class Region:
         region, and so to the graph that refers to the region.
         """
         with self._lock:
-            for one in self.slots:
-                if (slot := one()) is not None:
-                    slot.index = LOST
+            for slot in alive(self.slots):
+                slot.lose()
             self.slots.clear()
-            self.made.clear()
-            self.inputs.held.clear()
-
-    def waits(self) -> bool:
-        """Return whether autograd holds slots of the region whose tensors have to be recomputed."""
-        return any(waits(one()) for one in self.slots)
+            self.recording.clear()
 
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
-        self._recomputed.discard(key)
-        if key == self.kept_for:
-            return
-        for alive in self.slots:
-            if (slot := alive()) is not None:
-                slot.drop(key)
-        if isinstance(key, Session):
-            self._unpacked.clear()
+        self.waiting.forget(key, self.slots)
 
     def _note_backward(self) -> None:
         """Record that a backward runs inside the region's own forward (Rule 6).
@@ -384,19 +316,21 @@ class Region:
         inputs of this region, which are saved in the region around it.
         """
         region: Region | None = self
-        while region is not None and region.made[-1].is_running and not region.runs_backward:
-            region.runs_backward = True
+        while region is not None and region.recording.is_running and not region.recording.runs_backward:
+            region.recording.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> RegionRecompute:
-        if self.made[-1].slots < 0:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Refill:
+        if self.recording.is_running:
             self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
         # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
-        log = log_of(self, self.made[-1]) if self.settings.debug else None
-        recompute = RegionRecompute(self, key, only, log)
+        log = log_of(self.recording, self.recording.calls[-1]) if self.settings.debug else None
+        refill = Refill(self.recording, self.settings, self.slots, key, only, self.detached)
         observer = self.settings.observer
+        observed = None if observer is None else (self, observer)
+        recompute = RegionRecompute(refill, log, observed=observed)
         if observer is not None:
             observer.recomputing(self)
         try:
@@ -404,22 +338,15 @@ class Region:
         except DivergedError as found:
             if not explains:
                 raise
-            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
+            raise CheckpointError(explain(self.recording, found.call, found.difference, log)) from None
         finally:
             recompute.end()
         if observer is not None:
             observer.recomputed(self)
-        return recompute
+        return refill
 
-    def call_of(self, index: int) -> int:
-        """Return the number of the call that saved a tensor."""
-        return next((i for i, call in enumerate(self.made) if index < call.slots), len(self.made) - 1)
-
-    def name(self, call: int) -> str:
-        """Return the words for a call of this region in a message."""
-        if self.label is not None:
-            return f"region {self.label}"
-        return f"region of {self.made[call].name}"
+    def _name_at(self, index: int) -> str:
+        return self.recording.name(self.recording.call_of(index))
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:

@@ -8,7 +8,7 @@ from typing import ParamSpec, cast
 from torch import Tensor
 
 from torchremat.errors import CheckpointError, UnsupportedError
-from torchremat.regions.calls import Frozen
+from torchremat.regions.frozen_values import Frozen
 from torchremat.regions.threads import thread
 
 P = ParamSpec("P")

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from weakref import WeakSet, ref
 
 from torchremat._compat.autograd import leads_elsewhere
 from torchremat._compat.thread_locals import get_from_tls, is_in_tls, remove_from_tls, stash_in_tls
 from torchremat.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torchremat.regions.region import Region
+from torchremat.regions.slots import Recomputable, waits
 
 # NOTE [ How a session reaches the autograd threads ]
 # Backward on a CUDA device runs in a thread of the engine, which sees neither thread-locals nor context variables of
@@ -50,7 +48,7 @@ class Watch(Protocol):
         """A region is about to be recomputed."""
         ...
 
-    def recomputed(self, number: int, region: Region) -> None:
+    def recomputed(self, number: int, region: Recomputable) -> None:
         """The region has been recomputed, and all recomputed tensors are in memory."""
         ...
 
@@ -122,37 +120,37 @@ class Session:
         self.watch = watch
         self.drops = False  # whether an input pass runs now
         self._has_dropped = False
-        self._created: list[ref[Region]] = []
+        self._created: list[ref[Recomputable]] = []
         self._left = 0  # the regions before this one have not been recomputed ahead
-        self._recomputed: WeakSet[Region] = WeakSet()
+        self._recomputed: WeakSet[Recomputable] = WeakSet()
 
     @property
     def recomputes_once(self) -> bool:
         """Whether a recompute now serves all later backward calls."""
         return self.serves_all or self.drops or self.passes == 1
 
-    def created(self, region: Region) -> None:
+    def created(self, region: Recomputable) -> None:
         """Remember a region that was made inside the session."""
         if not self.unpacks_once:  # such a session outlives its block, and is never asked to recompute ahead
             self._created.append(ref(region))
             self._left = len(self._created)
 
-    def refuses(self, region: Region, unpacked: bool) -> bool:
+    def refuses(self, region: Recomputable, unpacked: bool) -> bool:
         """Return whether a tensor of a region is asked for a second time although that is an error."""
         return self.unpacks_once and unpacked and region in self._recomputed
 
-    def recomputing(self, region: Region) -> None:
+    def recomputing(self, region: Recomputable) -> None:
         """Tell the watch that a region is about to be recomputed for the session."""
         if self.watch is not None:
             self.watch.recomputing(self._number(region))
 
-    def owns(self, region: Region) -> None:
+    def owns(self, region: Recomputable) -> None:
         """Remember a region whose recomputed tensors the session holds."""
         self._recomputed.add(region)
         if self.watch is not None:
             self.watch.recomputed(self._number(region), region)
 
-    def _number(self, region: Region) -> int:
+    def _number(self, region: Recomputable) -> int:
         return next((number for number, one in enumerate(self._created) if one() is region), -1)
 
     def recompute(self, count: int = 1) -> int:
@@ -178,7 +176,7 @@ class Session:
         """Return which region, counted in the order of the forward, `recompute` takes next; None if none is left."""
         while self._left:
             region = self._created[self._left - 1]()
-            if region is not None and region not in self._recomputed and region.waits():
+            if region is not None and region not in self._recomputed and any(waits(one()) for one in region.slots):
                 return self._left - 1
             self._left -= 1
         return None

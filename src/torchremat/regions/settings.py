@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import Decision, Policy, describe
 from torchremat.regions.selective.op_info import OpInfo
+from torchremat.regions.slots import Recomputable
 from torchremat.state.guarded import check_named
-
-if TYPE_CHECKING:
-    from torchremat.regions.region import Region
 
 Check = Literal["metadata", "values", "none"]
 
@@ -22,43 +20,43 @@ Check = Literal["metadata", "values", "none"]
 class Observer:
     """Observes the events of a region; made for the profiler. Methods that are not overridden are no-ops."""
 
-    def holds(self, region: Region, call: int, places: Sequence[int]) -> None:
+    def holds(self, region: Recomputable, call: int, places: Sequence[int]) -> None:
         """The region has begun to hold inputs of a call that is about to begin: its tensors at these places."""
 
-    def looks(self, region: Region) -> None:
+    def looks(self, region: Recomputable) -> None:
         """The region is about to capture the state that a call will see: it copies generator states and buffers."""
 
-    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
+    def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """The region has captured it, and the call begins its first run in the region, with these inputs."""
 
-    def saved(self, region: Region, call: int, tensor: Tensor) -> None:
+    def saved(self, region: Recomputable, call: int, tensor: Tensor) -> None:
         """Autograd saves a tensor in the first run of a call; the region has a slot for it, its last one."""
 
-    def settles(self, region: Region) -> None:
+    def settles(self, region: Recomputable) -> None:
         """A call has run; the region is about to drop the copies of unchanged state."""
 
-    def ended(self, region: Region, call: int, output: object) -> None:
+    def ended(self, region: Recomputable, call: int, output: object) -> None:
         """The region has dropped these copies, and the call has ended."""
 
-    def recomputing(self, region: Region) -> None:
+    def recomputing(self, region: Recomputable) -> None:
         """A recompute begins."""
 
-    def given(self, region: Region, call: int, place: int, tensor: Tensor) -> None:
+    def given(self, region: Recomputable, call: int, place: int, tensor: Tensor) -> None:
         """A recompute has got a tensor that the region holds, as the input of a call at this place."""
 
-    def reruns(self, region: Region, call: int) -> None:
+    def reruns(self, region: Recomputable, call: int) -> None:
         """A call is about to run again in a recompute, which has its inputs."""
 
-    def filled(self, region: Region, index: int, *, stops: bool) -> None:
+    def filled(self, region: Recomputable, index: int, *, stops: bool) -> None:
         """A recompute has reached the save of this number, and perhaps ends; a waiting slot has its tensor now."""
 
-    def returned(self, region: Region, call: int, output: object) -> None:
+    def returned(self, region: Recomputable, call: int, output: object) -> None:
         """A call has run to its end in a recompute, with this output."""
 
-    def recomputed(self, region: Region) -> None:
+    def recomputed(self, region: Recomputable) -> None:
         """A recompute has ended."""
 
-    def asked(self, region: Region, index: int, tensor: Tensor) -> None:
+    def asked(self, region: Recomputable, index: int, tensor: Tensor) -> None:
         """Autograd has asked for the saved tensor of this number, and is about to get it."""
 
 

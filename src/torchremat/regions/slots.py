@@ -1,27 +1,29 @@
-"""The objects that autograd holds in place of saved tensors."""
+"""The objects that autograd holds in place of saved tensors. Nothing else writes to a slot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast
-from weakref import ref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from typing import Protocol
+from weakref import ReferenceType, ref
 
 from torch import Tensor
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import current_graph_task, current_node, python_node
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.regions.inputs import Inputs
-from torchremat.regions.sessions import Session
-from torchremat.regions.threads import thread
+from torchremat.regions.recording import Recording
 from torchremat.tensors.metadata import Metadata
-from torchremat.tensors.packed import Owner, Packed, unpacked_in_graphs
+from torchremat.tensors.packed import Owner, Packed
+from torchremat.tensors.versioned import Versioned
 
-if TYPE_CHECKING:
-    from torchremat._compat.autograd import Pack
-    from torchremat.regions.region import Region
+# The owner of recomputed tensors: a backward, by its number, or a `Session`.
+Key = Hashable
+
+# The slots of a region, by number of the saved tensor. Autograd owns them.
+Slots = list["ReferenceType[Slot]"]
+
+LOST = -1  # the index of a slot whose call has raised, or whose region was abandoned
+_SPENT = 0  # the index of a slot that has only metadata
 
 
 class Served(Protocol):
@@ -32,11 +34,40 @@ class Served(Protocol):
         ...
 
 
-# The owner of recomputed tensors: a backward, by its number, or a session.
-Key = int | Session
+class Recomputable(ABC):
+    """A region, as slots, sessions and observers know it: it can be recomputed.
 
-LOST = -1  # the index of a slot whose call has raised, or whose region was abandoned
-SPENT = 0  # the index of a slot that has only metadata
+    Attributes:
+        recording: What it noted of its forward.
+        slots: Its slots.
+        serves: Whether slots may hold tensors that are kept anyway.
+    """
+
+    __slots__ = ()
+
+    recording: Recording
+    slots: Slots
+    serves = True
+
+    @abstractmethod
+    def unpack(self, slot: Slot, /) -> Tensor:
+        """Return the tensor of a slot, recomputing the region if necessary."""
+
+    @abstractmethod
+    def recompute_for(self, key: Key, /) -> bool:
+        """Recompute ahead of any gradient for a session or the running backward; return whether it was necessary."""
+
+    @abstractmethod
+    def forget(self, key: Key, /) -> None:
+        """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
+
+    @abstractmethod
+    def repeat(self) -> None:
+        """Run the calls to their end once more, outside of any backward, and keep no tensor."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Release everything that is needed to run again, since no backward will run."""
 
 
 class Slot(Packed):
@@ -50,14 +81,14 @@ class Slot(Packed):
     # The content of the slot itself, which need not be recomputed: see `ServedSlot`.
     value: Served | None = None
 
-    def __init__(self, region: Region, index: int) -> None:
+    def __init__(self, region: Recomputable, index: int) -> None:
         self.region = region
         self.index = index
         # The backward whose tensor waits here and may be handed out as it is: the slot dies with the node that asks.
         self.task: int | None = None
         self.tensor: Tensor
         self.version: int
-        self.others: dict[Key, tuple[Tensor, int]] | None = None  # tensors that wait for any other backward or session
+        self.others: dict[Key, Versioned] | None = None  # tensors that wait for any other backward or session
 
     def served(self, value: Served) -> ServedSlot:
         """Return a slot that holds its tensor, to replace this one before autograd has it.
@@ -73,11 +104,22 @@ class Slot(Packed):
         self.region.slots[self.index] = ref(slot)
         return slot
 
-    def put(self, key: Key, tensor: Tensor) -> None:
-        """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at."""
-        if self.others is None:
-            self.others = {}
-        self.others[key] = tensor, tensor._version
+    def put(self, key: Key, task: int | None, tensor: Tensor) -> None:
+        """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at.
+
+        Args:
+            key: Its owner.
+            task: The backward whose graph is not retained, if that is the owner; else None.
+            tensor: Without its graph.
+        """
+        if task is None or (self.task is not None and self.task != task):
+            if self.others is None:
+                self.others = {}
+            self.others[key] = Versioned(tensor)
+        else:
+            self.tensor = tensor
+            self.version = tensor._version
+            self.task = task
 
     def has(self, key: Key) -> bool:
         """Return whether a tensor waits here for `key`."""
@@ -90,15 +132,15 @@ class Slot(Packed):
             MutationError: It was written in place since it was saved.
         """
         if self.task == key:
-            tensor, version = self.tensor, self.version
+            found = Versioned(self.tensor, self.version)
         else:
             assert self.others is not None
-            tensor, version = self.others[key]
+            found = self.others[key]
         if not keep:
             self.drop(key)
-        if tensor._version != version:
-            raise written_since(self.region, tensor, version, self.index)
-        return tensor
+        if found.is_written:
+            raise written_in_region(self.region.recording, self.index, found)
+        return found.tensor
 
     def drop(self, key: Key) -> None:
         """Drop the tensor that waits for `key`, if any."""
@@ -108,54 +150,40 @@ class Slot(Packed):
         elif self.others is not None:
             self.others.pop(key, None)
 
+    def lose(self) -> None:
+        """Refuse requests from now on: the call has raised, or the region was abandoned."""
+        self.index = LOST
+
     # ---------------------------------------------------------------------------------- what compiled autograd asks
 
     @property
     def metadata(self) -> Metadata:
         """The metadata of the tensor."""
-        return self.region.metadata[self.index]
+        return self.region.recording.metadata[self.index]
 
     @property
     def owners(self) -> Iterator[Owner]:
         """The region, and all owners of its inputs: regions around it, records of a store."""
         yield self.region
-        for held in self.region.inputs.held:
+        for held in self.region.recording.inputs.held:
             if isinstance(held.kept, Packed):
                 yield from held.kept.owners
 
     def hand_out(self, *, last: bool) -> Tensor:
         """Return the tensor. See `Packed.hand_out`."""
-        region = self.region
-        tensor = region.unpack(self)
+        tensor = self.region.unpack(self)
         if last:
             self.drop(current_graph_task())
             # The graph keeps this slot to its end, and must not keep the inputs of every region for as long.
-            self.region = cast("Region", _Emptied(region.metadata[self.index]))
-            self.index = SPENT
+            self.region = _Spent(self.metadata)
+            self.index = _SPENT
             if isinstance(self, ServedSlot):
                 self.value = None
         return tensor
 
     def emptied(self) -> Slot:
         """Return a slot with only the same metadata."""
-        return Slot(cast("Region", _Emptied(self.metadata)), SPENT)
-
-
-class _Emptied:
-    """Replaces the region of a slot that has handed out its tensor for the last time."""
-
-    __slots__ = ("inputs", "metadata")
-
-    def __init__(self, metadata: Metadata) -> None:
-        self.metadata = [metadata]
-        self.inputs = Inputs()
-
-    def unpack(self, slot: Slot) -> Tensor:
-        """Refuse, as autograd does."""
-        raise RuntimeError(
-            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
-            "already been freed): a compiled backward without retain_graph=True has been through a region."
-        )
+        return Slot(_Spent(self.metadata), _SPENT)
 
 
 class ServedSlot(Slot):
@@ -163,9 +191,17 @@ class ServedSlot(Slot):
 
     __slots__ = ("value",)
 
-    def __init__(self, region: Region, index: int, value: Served) -> None:
+    def __init__(self, region: Recomputable, index: int, value: Served) -> None:
         super().__init__(region, index)
         self.value: Served | None = value
+
+    def recompute(self) -> None:
+        """Keep the tensor no longer, since it was written in place; the recompute decides whether that is an error."""
+        self.value = None
+
+    def release(self) -> None:
+        """Keep the tensor no longer, since an input pass was its last use; a later request recomputes it."""
+        self.value = _GONE
 
 
 class _Gone:
@@ -175,7 +211,45 @@ class _Gone:
         """Return None: a later request recomputes the tensor."""
 
 
-GONE = _Gone()
+_GONE = _Gone()
+
+
+class _Spent(Recomputable):
+    """Replaces the region of a slot that has handed out its tensor for the last time."""
+
+    __slots__ = ("__weakref__", "recording", "slots")
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.recording = Recording(None)
+        self.recording.metadata.append(metadata)
+        self.slots = []
+
+    def unpack(self, slot: Slot, /) -> Tensor:
+        """Refuse, as autograd does."""
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+            "already been freed): a compiled backward without retain_graph=True has been through a region."
+        )
+
+    def recompute_for(self, key: Key, /) -> bool:
+        """Return False: nothing waits."""
+        return False
+
+    def forget(self, key: Key, /) -> None:
+        """Do nothing: it holds nothing."""
+
+    def repeat(self) -> None:
+        """Do nothing: it has no calls."""
+
+    def abandon(self) -> None:
+        """Do nothing: it holds nothing."""
+
+
+def alive(slots: Slots) -> Iterator[Slot]:
+    """Yield the slots that autograd still holds."""
+    for one in slots:
+        if (slot := one()) is not None:
+            yield slot
 
 
 def waits(slot: Slot | None) -> bool:
@@ -183,75 +257,11 @@ def waits(slot: Slot | None) -> bool:
     return slot is not None and slot.value is None
 
 
-def written_since(region: Region, tensor: Tensor, version: int, index: int) -> MutationError:
+def written_in_region(recording: Recording, index: int, saved: Versioned) -> MutationError:
     """Return the error for a tensor that was written after autograd had saved it."""
     return MutationError(
-        f"{region.name(region.call_of(index))}: a tensor that autograd saved (number {index}, shape "
-        f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version {version} "
-        f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
+        f"{recording.name(recording.call_of(index))}: a tensor that autograd saved (number {index}, shape "
+        f"{tuple(saved.tensor.shape)}) was written in place afterwards in the same region: it was at version "
+        f"{saved.version} and is at {saved.now} now. Plain autograd refuses this as well; make the "
+        "operation out of place."
     )
-
-
-@outside_graphs
-def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
-    """Pack a tensor, and pass it to `note`."""
-    packed = pack(tensor)
-    note(tensor)
-    return packed
-
-
-@unpacked_in_graphs(Slot, "unpack_of_region")
-def unpack(slot: Slot | Tensor) -> Tensor:
-    """Return the tensor of a slot: the hook that autograd calls."""
-    if isinstance(slot, Tensor):
-        return slot  # See NOTE [ What is traced in a region ]
-    # A tensor that is recomputed already is handed out without any lock: no other node asks for it.
-    if slot.task != current_graph_task() or thread.now.recomputing:
-        return slot.region.unpack(slot)
-    tensor = slot.tensor
-    if tensor._version != slot.version:
-        raise written_since(slot.region, tensor, slot.version, slot.index)
-    return tensor
-
-
-@outside_graphs
-def told(note: Callable[[Region, int, Tensor], object], slot: Slot | Tensor) -> Tensor:
-    """Return the tensor of a slot after passing it to `note`."""
-    if isinstance(slot, Tensor):
-        return slot
-    region, index, tensor = slot.region, slot.index, unpack(slot)
-    note(region, index, tensor)
-    return tensor
-
-
-class Unpin:
-    """Drops the tensors that a node has unpacked when the node has run in the backward that asked."""
-
-    def __init__(self, slot: Slot, key: Key) -> None:
-        self.slot = ref(slot)
-        self.key = key
-        self.task = current_graph_task()
-        self.handle: RemovableHandle | None = None
-
-    def after(self, node: Node) -> None:
-        """Wait for a node."""
-        self.handle = node.register_hook(self)
-
-    def __call__(self, *_: object) -> None:
-        """Drop the tensors: the hook of the node."""
-        if current_graph_task() != self.task:
-            return  # another thread runs the same node for a backward of its own
-        slot = self.slot()
-        if slot is not None:
-            slot.drop(self.key)
-        if self.handle is not None:
-            self.handle.remove()
-
-
-def pin(slot: Slot, key: Key) -> bool:
-    """Let a tensor wait until the running node has run; return whether that node may ask again."""
-    node = current_node()
-    if node is None or not isinstance(node, python_node):
-        return False
-    Unpin(slot, key).after(node)
-    return True

@@ -248,7 +248,7 @@ def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
             packed = pending.pop()
             if not isinstance(packed, Slot):
                 continue
-            for held in packed.region.inputs.held:
+            for held in packed.region.recording.inputs.held:
                 place = places.setdefault(id(held), _InRegion(held))
                 if place.use < use:
                     place.use = use

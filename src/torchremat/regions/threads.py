@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import cast
 from weakref import ReferenceType
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.graphs import is_traced
 from torchremat._compat.thread_locals import (
@@ -18,15 +20,10 @@ from torchremat._compat.thread_locals import (
     remove_from_tls,
     stash_in_tls,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from torchremat.regions.calls import Call, Frozen
-    from torchremat.regions.carriers import Carried
-    from torchremat.regions.selective.cache import Selection
-    from torchremat.regions.selective.mode import Collecting, Replaying
-
+from torchremat.regions.calls import Call
+from torchremat.regions.frozen_values import Frozen
+from torchremat.regions.selective.cache import Selection
+from torchremat.regions.selective.watching import Collecting, Replaying
 
 # NOTE [ In which thread a backward runs ]
 #
@@ -37,6 +34,21 @@ if TYPE_CHECKING:
 # objects stashed there under a key. So `Now` is stashed while it is not empty. An autograd thread serves many backwards
 # in turn, also one in the middle of another, so state of its own would belong to the wrong backward: it reads the stash
 # each time. Other threads keep their own `Now`.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """A value, and the place where it was put.
+
+    Attributes:
+        value: Any structure of tensors and other objects.
+        calls: The calls that were in their first run there, outermost first.
+        is_reentrant: Whether a reentrant region was in its first run there.
+    """
+
+    value: object
+    calls: tuple[Call, ...]
+    is_reentrant: bool
 
 
 class Now:

@@ -57,7 +57,7 @@ from torchremat._compat.transforms import (
 )
 from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body
-from torchremat.regions.recompute import RegionRecompute
+from torchremat.regions.refilling import Refill
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
@@ -142,17 +142,17 @@ class _TransformedRegion(Region):
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot. See `Region.unpack`."""
         if slot.index in self._lower:
-            _refuse(self.name(self.call_of(slot.index)), self._transforms)
+            _refuse(self._name_at(slot.index), self._transforms)
         return super().unpack(slot)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> RegionRecompute:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Refill:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
             shared -= 1
         over = self._transforms[shared:]
         if over and (len(over) > 1 or not _is_reverse(over[0])):
-            _refuse(self.name(0), self._transforms)
+            _refuse(self.recording.name(0), self._transforms)
         with ExitStack() as stack:
             stack.enter_context(_set_aside(len(now) - shared))
             stack.enter_context(hooks_under_transforms())
@@ -166,18 +166,18 @@ class _TransformedRegion(Region):
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> RegionRecompute:
+    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> Refill:
         """Recompute in a `grad` of its own, which replaces the one that has ended."""
         level = push_grad()
         try:
-            for call in self.made:
+            for call in self.recording.calls:
                 call.world.replace(lambda tensor: _revived(tensor, level))
             return super()._recompute(key, only, explains=explains)
         except CheckpointError:
             raise UnsupportedError(
-                f"{self.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute differs: "
-                "the function depends on tensors that are differentiated and are not its arguments. Pass them as "
-                "arguments, or use torch.func.grad, which calls backward before it is over."
+                f"{self.recording.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute "
+                "differs: the function depends on tensors that are differentiated and are not its arguments. Pass them "
+                "as arguments, or use torch.func.grad, which calls backward before it is over."
             ) from None
         finally:
             pop_grad()

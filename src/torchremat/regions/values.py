@@ -6,21 +6,16 @@ does not wait for fingerprints: they are compared when the backward has ended, a
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import CheckpointError
+from torchremat.frames import user_frame
 from torchremat.tensors.fingerprints import alike, differing, fingerprint
 from torchremat.tensors.metadata import Metadata
-
-_OURS = str(Path(__file__).parents[1])
-_TORCHS = str(Path(torch.__file__).parent)
 
 
 class Fingerprints:
@@ -160,9 +155,7 @@ def waits(tensor: Tensor) -> bool:
 
 def _user_line() -> str:
     """Return the position of the innermost frame that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
-        frame = frame.f_back
+    frame = user_frame()
     if frame is None:
         return "in code that is not Python's"
     return f"in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -34,9 +34,9 @@ from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.regions.footprints import footprint_bytes, waiting_storages
-from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings
+from torchremat.regions.slots import Recomputable
 from torchremat.stages.samples import Ends
 
 Bytes = NDArray[np.int64]
@@ -102,7 +102,7 @@ class _Unneeded:
     def recomputing(self, number: int) -> None:
         """See `Watch`."""
 
-    def recomputed(self, number: int, region: Region) -> None:
+    def recomputed(self, number: int, region: Recomputable) -> None:
         """See `Watch`."""
 
     def dropped_too_early(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.sharding import Shard, all_shards
 from torchremat.errors import UnsupportedError
+from torchremat.tensors.versioned import Versioned
 
 # By module and name. The module alone keeps alive the objects reached through a shard.
 _shards: WeakKeyDictionary[nn.Module, dict[str, Shard]] = WeakKeyDictionary()
@@ -33,36 +34,32 @@ class WatchedShard(NamedTuple):
         name: Its name there.
         shard: Leads to the parameter as it is now.
         sharded: The parameter that the optimizer writes.
-        version: Its version.
         local: This process's part of it, which may be written on its own.
-        local_version: The version of that part.
         gathered: The gathered parameter, if the forward ran inside the hooks.
     """
 
     module: nn.Module
     name: str
     shard: Shard
-    sharded: Tensor
-    version: int
-    local: Tensor | None
-    local_version: int
+    sharded: Versioned
+    local: Versioned | None
     gathered: Tensor | None
 
     def version_now(self) -> int | None:
         """Return the parameter's current version if it was written or replaced since, else None."""
-        sharded, local = self.shard.sharded, self.shard.local
-        if sharded is None or sharded is not self.sharded:
+        sharded, local = self.shard.sharded, self.local
+        if sharded is None or sharded is not self.sharded.tensor:
             return 0 if sharded is None else sharded._version
-        if sharded._version != self.version:
-            return sharded._version
+        if self.sharded.is_written:
+            return self.sharded.now
         # FSDP replaces the part by a padded one, which does not change its values.
-        if local is not None and local is self.local and local._version != self.local_version:
-            return self.version + local._version - self.local_version
+        if local is not None and local.tensor is self.shard.local and local.is_written:
+            return self.sharded.version + local.now - local.version
         return None
 
     def read_as(self) -> list[Tensor]:
         """Return the tensors that an operator receives when it reads the parameter."""
-        found = (self.sharded, self.shard.sharded, self.shard.local, self.shard.whole, self.gathered)
+        found = (self.sharded.tensor, self.shard.sharded, self.shard.local, self.shard.whole, self.gathered)
         return [one for one in found if one is not None]
 
     def check_gathered(self) -> None:
@@ -88,8 +85,8 @@ def watch(module: nn.Module) -> list[WatchedShard]:
             continue
         seen = module._parameters.get(name)
         gathered = seen if seen is not sharded and shard.is_in_forward else None
-        local_version = 0 if local is None else local._version
-        watched.append(WatchedShard(module, name, shard, sharded, sharded._version, local, local_version, gathered))
+        part = None if local is None else Versioned(local)
+        watched.append(WatchedShard(module, name, shard, Versioned(sharded), part, gathered))
     return watched
 
 

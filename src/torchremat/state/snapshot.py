@@ -212,7 +212,7 @@ class Snapshot:
             region: The region's description.
         """
         tensor, by_forward = error.tensor, id(error.tensor) in self.by_forward
-        shards = (one.shard.name or one.name for one in self.shards if one.sharded is tensor)
+        shards = (one.shard.name or one.name for one in self.shards if one.sharded.tensor is tensor)
         name = name or next(shards, f"a tensor of shape {tuple(tensor.shape)}")
         if by_forward:
             return (
@@ -273,7 +273,7 @@ class Snapshot:
         for one in self.shards:
             version = one.version_now()
             if version is not None:
-                error = WrittenError(one.sharded, one.version, version)
+                error = WrittenError(one.sharded.tensor, one.sharded.version, version)
                 for tensor in one.read_as():
                     found[id(tensor)] = error
             one.check_gathered()

@@ -28,9 +28,10 @@ from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.held import InCatalog
 from torchremat.stores.kept import Kept
 from torchremat.stores.parameters import is_in_running_module, is_leaf_of_model
-from torchremat.stores.records import Record
+from torchremat.stores.records import Record, RecordsByStorage
+from torchremat.stores.schedule import Schedule
 from torchremat.stores.shared import Shared, Totals
-from torchremat.stores.stored import Stored
+from torchremat.stores.stored import Stored, as_in_memory
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
@@ -80,7 +81,9 @@ class Catalog:
         self.min_bytes = min_bytes
         self.window_bytes = window_bytes
         self.by_storage = by_storage
-        self._shared = Shared(store, window_bytes, by_storage=by_storage)
+        self._shared = Shared(store, by_storage=by_storage)
+        self._schedule = Schedule(window_bytes)
+        self._by_storage = RecordsByStorage()
         self._records: WeakValueDictionary[tuple[StorageWeakRef, object], Record] = WeakValueDictionary()
         self._waiting = _UnfilledPuts()
         self._lock = threading.RLock()
@@ -137,7 +140,7 @@ class Catalog:
         with self._lock:
             for key in [one for one in self._records if one[0] == memory]:
                 self._records.pop(key, None)
-        self._shared.leave(storage)
+        self._by_storage.before_write(storage)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
         """Store a mask in place of a saved tensor; return None if the store has no room.
@@ -190,30 +193,28 @@ class Catalog:
             is_complete: Whether no write without a new version can follow.
         """
         storage = tensor.untyped_storage()
-        stored = Stored(tensor, self._shared)
-        alias = stored.plain(tensor)
+        alias = as_in_memory(tensor)
         is_silent = not is_complete and _may_be_written_silently(tensor)
         version = tensor._version if wrapper is None else (wrapper._version, tensor._version)
         with self._lock:
             key = (StorageWeakRef(storage), version)
             record = None if is_silent else self._records.get(key)
             if record is None:
-                record = Record(alias, self._shared, is_watched=wrapper is None)
+                record = Record(alias, self._shared, self._by_storage, is_watched=wrapper is None)
                 if not is_silent:
                     self._records[key] = record
             else:
                 record.watch(alias)
-            stored.record = record
+            stored = Stored(tensor, record, self._schedule)
         if is_complete:
             record.complete(storage)
-        self._shared.schedule.add(stored, tensor.numel() * tensor.itemsize)
         if self.by_storage and not holding.now:
-            record.add_later(stored, alias)
+            record.add_later(stored.place, alias)
         elif wrapper is None and not (is_complete or holding.now) and _may_be_filled_later(tensor):
-            record.add_later(stored, alias)
+            record.add_later(stored.place, alias)
             self._waiting.record, self._waiting.sequence = ref(record), sequence_number()
         else:
-            record.add(stored, alias, watched=wrapper)
+            record.add(stored.place, alias, watched=wrapper)
         return stored
 
     def _apart(self, tensor: Tensor) -> Apart | None:
@@ -294,7 +295,11 @@ def unpack(packed: InCatalog) -> Tensor:
 
 def _place_of(packed: InCatalog) -> str:
     node = current_node()
-    what = f"a tensor of shape {tuple(packed.size)} and {packed.dtype}" if isinstance(packed, Stored) else "a tensor"
+    what = (
+        f"a tensor of shape {tuple(packed.place.size)} and {packed.place.dtype}"
+        if isinstance(packed, Stored)
+        else "a tensor"
+    )
     if node is None:
         return f"{what} that autograd has saved"
     for name in dir(node):

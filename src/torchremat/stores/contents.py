@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchremat.errors import MutationError
-from torchremat.tensors.held import version_of
 from torchremat.tensors.metadata import dense
 from torchremat.tensors.sizes import format_bytes
 
@@ -67,30 +65,3 @@ def content_of(tensor: Tensor) -> Content:
         for size, stride in zip(shape, strides, strict=True):
             size_bytes //= size if stride == 0 else 1
     return Content(shape=shape, strides=strides, dtype=tensor.dtype, device=tensor.device, size_bytes=size_bytes)
-
-
-def written_since(tensor: Tensor, *, version: int, now: int) -> MutationError:
-    """Return the error for a tensor that was written in place after it was saved, in autograd's own words.
-
-    Args:
-        tensor: The tensor, or an alias of it.
-        version: The version at which it was saved.
-        now: The version that it has now.
-    """
-    return MutationError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {now}; expected version {version} instead. Hint: enable "
-        "anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True, check_nan=False)."
-    )
-
-
-def check_version(tensor: Tensor, version: int) -> None:
-    """Raise if a tensor was written in place since a version.
-
-    Raises:
-        MutationError: The tensor was written.
-    """
-    now = version_of(tensor)
-    if now != version:
-        raise written_since(tensor, version=version, now=now)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError, warn
-from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.contents import Content, content_of
 from torchremat.stores.disk_file import DiskFile
 from torchremat.stores.disk_writer import DiskWriter, Entry, State
 from torchremat.stores.extents import Extent
 from torchremat.stores.pickling import Remade
 from torchremat.stores.release import goes_on_reading
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
-from torchremat.tensors.held import version_of
 from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.versioned import Versioned
 
 _HOST = torch.device("cpu")
 
@@ -118,15 +118,14 @@ class Disk(Remade):
         return handle
 
     def _handle(self, tensor: Tensor, content: Content, extents: list[Extent]) -> DiskHandle:
-        version = version_of(tensor)
+        seen = Versioned(tensor)
         # The tensor itself, or a copy that no other code knows.
         source = content.line(tensor).to(_HOST).resolve_conj().resolve_neg()
         entry = Entry(content, source, extents)
         entry.is_own = source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         goes_on_reading(source)
-        now = version_of(tensor)
-        if now != version:  # another thread has written to it meanwhile
-            entry.changed = str(written_since(tensor, version=version, now=now))
+        if seen.is_written:  # another thread has written to it meanwhile
+            entry.changed = str(seen.written())
         return DiskHandle(entry, self._lease)
 
     def _report(self, writer: DiskWriter) -> None:

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
-from torchremat.stores.contents import check_version, written_since
 from torchremat.stores.disk_file import DiskFile, bytes_of
 from torchremat.stores.entries import Entry, ReadAhead, State, WriteOutcome
 from torchremat.stores.extents import Extent
 from torchremat.stores.patience import Patience
 from torchremat.stores.release import goes_on_reading
 from torchremat.stores.statistics import Ledger
-from torchremat.tensors.held import version_of
+from torchremat.tensors.versioned import Versioned
 
 # How often a waiter polls whether the threads are alive, in seconds.
 _LOOK_S = 0.1
@@ -126,14 +125,13 @@ class DiskWriter:
             MutationError: The tensor was written in place before it was in the file.
         """
         with self._condition:
-            source, version, changed = entry.source, entry.version, entry.changed
+            source, changed = entry.source, entry.changed
             ahead, entry.ahead = entry.ahead, None
         if changed is not None:
             raise MutationError(changed)
         if source is not None:
-            check_version(source, version)
-            fresh = source.clone()
-            check_version(source, version)
+            fresh = source.get().clone()
+            source.get()  # it was not written meanwhile either
             return fresh
         fresh = None if ahead is None else self._await(ahead)
         if fresh is None:
@@ -148,13 +146,12 @@ class DiskWriter:
         """
         with self._condition:
             source = entry.source
-            if source is None or entry.is_own or version_of(source) != entry.version:
+            if source is None or entry.is_own or source.is_written:
                 return
-            entry.source = source.clone()
-            entry.version = version_of(entry.source)
+            entry.source = copy = Versioned(source.tensor.clone())
             entry.is_own = True
             entry.restarts = entry.state is State.MOVING
-        goes_on_reading(entry.source)
+        goes_on_reading(copy.tensor)
 
     def prefetch(self, entry: Entry) -> None:
         """Begin to read a tensor."""
@@ -345,15 +342,14 @@ class DiskWriter:
         source = entry.source
         if source is None:  # it was dropped just before
             return WriteOutcome(State.STORED)
-        now, found = version_of(source), 0
-        if now == entry.version:
+        found = 0
+        if not source.is_written:
             try:
-                found = self.file.write(entry.extents, bytes_of(source))
+                found = self.file.write(entry.extents, bytes_of(source.tensor))
             except OSError as error:
                 return WriteOutcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
-            now = version_of(source)
-        if now != entry.version:
-            return WriteOutcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
+        if source.is_written:
+            return WriteOutcome(State.CHANGED, message=str(source.written()))
         return WriteOutcome(State.STORED, checksum=found)
 
     def _read(self, entry: Entry, fresh: Tensor | None = None) -> Tensor:

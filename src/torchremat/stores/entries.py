@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchremat.stores.contents import Content
 from torchremat.stores.extents import Extent
-from torchremat.tensors.metadata import version_of
+from torchremat.tensors.versioned import Versioned
 
 
 class State(Enum):
@@ -53,14 +53,12 @@ class Entry:
         "restarts",
         "source",
         "state",
-        "version",
     )
 
     def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
         self.content = content
         self.extents = extents
-        self.source: Tensor | None = source
-        self.version = version_of(source)
+        self.source: Versioned | None = Versioned(source)
         self.is_own = False  # whether no other code knows the source
         self.restarts = False  # whether the write in progress must be done again
         self.state = State.WAITING

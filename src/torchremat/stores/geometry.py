@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+from torch import Tensor
 
 
-class Lies(Protocol):
-    """Something with a place in a storage, as a tensor has; offset and strides in elements."""
+class TensorPlace:
+    """The place of one saved tensor in its storage. The storage's record knows the tensor by this object.
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-def span_of(place: Lies) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after its last; it has at least one element."""
-    last = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True))
-    return place.offset * place.dtype.itemsize, (place.offset + last + 1) * place.dtype.itemsize
-
-
-def has_gaps(place: Lies) -> bool:
-    """Return whether a tensor skips bytes of its span and repeats no element.
-
-    A tensor whose elements overlap other than by strides of 0 counts as having no gaps: all of its span may be copied,
-    but nothing may be written to it through its own strides.
+    Attributes:
+        size: The tensor's shape.
+        stride: Its strides in elements.
+        offset: The element of the storage at which it begins.
+        dtype: Its dtype.
+        start: Its first byte in the storage.
+        stop: The byte after its last.
+        has_gaps: Whether it skips bytes in between and repeats no element. If elements overlap other than by strides of
+            0 it counts as having no gaps: all of its span may be copied, but nothing may be written to it through its
+            own strides.
     """
+
+    __slots__ = ("__weakref__", "dtype", "has_gaps", "offset", "size", "start", "stop", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.dtype = tensor.dtype
+        self.start = self.offset * tensor.itemsize
+        if tensor.is_contiguous():
+            self.stop = self.start + tensor.numel() * tensor.itemsize
+            self.has_gaps = False
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+            self.stop = self.start + (last + 1) * tensor.itemsize
+            self.has_gaps = _has_gaps(self.size, self.stride)
+
+    @property
+    def without_repeats(self) -> tuple[int, ...]:
+        """Its shape, with size 1 for each dimension of stride 0."""
+        return tuple(1 if stride == 0 and size else size for size, stride in zip(self.size, self.stride, strict=True))
+
+
+def _has_gaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     gaps = False
     reach = 1
-    for stride, size in sorted(zip(place.stride, place.size, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1 or stride == 0:
             continue
         if stride < reach:
@@ -38,11 +54,6 @@ def has_gaps(place: Lies) -> bool:
         gaps = gaps or stride > reach
         reach = stride * (size - 1) + reach
     return gaps
-
-
-def without_repeats(place: Lies) -> tuple[int, ...]:
-    """Return the shape of a tensor, with size 1 for each dimension of stride 0."""
-    return tuple(1 if stride == 0 and size else size for size, stride in zip(place.size, place.stride, strict=True))
 
 
 def missing(start: int, stop: int, covered: list[tuple[int, int]]) -> list[tuple[int, int]]:

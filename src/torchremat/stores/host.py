@@ -8,13 +8,13 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import MutationError, StoreError
-from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.contents import Content, content_of
 from torchremat.stores.pickling import Remade
 from torchremat.stores.pinned import Pool
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.stores.transfers import TransferHandle, Transfers
-from torchremat.tensors.held import version_of
 from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.versioned import Versioned
 
 
 class Host(Remade):
@@ -99,12 +99,11 @@ class HostHandle:
     def __init__(self, tensor: Tensor, content: Content, ledger: Ledger) -> None:
         self.stored_bytes = content.size_bytes
         self._content = content
-        version = version_of(tensor)
+        seen = Versioned(tensor)
         line = content.line(tensor)
         self._copy = line.clone() if tensor.device.type == "cpu" else line.cpu()
-        now = version_of(tensor)
         # Another thread wrote to it meanwhile, so the copied values are unknown.
-        self._written = None if now == version else written_since(tensor, version=version, now=now)
+        self._written = seen.written() if seen.is_written else None
         ledger.copied(out_bytes=self.stored_bytes)
         self._ledger = ledger  # last: from here on the finalizer gives the bytes back
 

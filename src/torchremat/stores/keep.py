@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.stores.contents import check_version
 from torchremat.stores.pickling import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics
 from torchremat.tensors.copies import apart
-from torchremat.tensors.held import version_of
+from torchremat.tensors.versioned import Versioned
 
 
 class Keep(Remade):
@@ -46,7 +45,7 @@ class KeepHandle:
         self.stored_bytes = tensor.numel() * tensor.element_size()
         # Without a graph: else an output that its own node saves would keep that node alive, a cycle that is never
         # collected.
-        self._kept = tensor.detach(), version_of(tensor)
+        self._kept = Versioned(tensor.detach())
         self._ledger = ledger
         ledger.reserve(self.stored_bytes)
 
@@ -56,16 +55,12 @@ class KeepHandle:
         Raises:
             MutationError: The tensor was written in place since it was put.
         """
-        alias, version = self._kept
-        check_version(alias, version)
-        return alias.detach()
+        return self._kept.get().detach()
 
     def before_write(self) -> None:
         """Keep a copy instead. See NOTE [ Who may write to what was put ]."""
-        alias, version = self._kept
-        if version_of(alias) == version:
-            copy = apart(alias)
-            self._kept = copy, version_of(copy)
+        if not self._kept.is_written:
+            self._kept = Versioned(apart(self._kept.tensor))
 
     def prefetch(self) -> None:
         """Do nothing: the tensor is in place."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.stores.contents import written_since
 from torchremat.stores.held import InCatalog
 from torchremat.tensors.copies import apart
-from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.versioned import Versioned
 
 
 class Kept(InCatalog):
@@ -21,12 +21,11 @@ class Kept(InCatalog):
         version: The version at which it was saved, if it may have been written since.
     """
 
-    __slots__ = ("_alias", "_version", "_watched")
+    __slots__ = ("_alias", "_watched")
 
     def __init__(self, tensor: Tensor, watched: Tensor | None = None, version: int | None = None) -> None:
         self._alias = tensor.detach()
-        self._watched = self._alias if watched is None else watched.detach()
-        self._version = version_of(self._watched) if version is None else version
+        self._watched = Versioned(self._alias if watched is None else watched.detach(), version)
 
     @property
     def stored_bytes(self) -> int:
@@ -44,16 +43,15 @@ class Kept(InCatalog):
         Raises:
             MutationError: The tensor was written in place since.
         """
-        now = version_of(self._watched)
-        if now != self._version:
-            raise written_since(self._alias, version=self._version, now=now)
+        if self._watched.is_written:
+            raise self._watched.written(self._alias)
         return self._alias
 
     def before_write(self) -> None:
         """Keep a copy instead. See NOTE [ Who may write to what was put ]."""
-        if version_of(self._watched) == self._version:
-            self._alias = self._watched = apart(self._alias)
-            self._version = version_of(self._alias)
+        if not self._watched.is_written:
+            self._alias = apart(self._alias)
+            self._watched = Versioned(self._alias)
 
     @property
     def metadata(self) -> Metadata:

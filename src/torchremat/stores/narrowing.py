@@ -34,7 +34,6 @@ from torchremat.errors import MutationError, StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
-from torchremat.stores.contents import written_since
 from torchremat.stores.held import InCatalog
 from torchremat.stores.parameters import is_leaf_of_model
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
@@ -42,6 +41,7 @@ from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import Owner
+from torchremat.tensors.versioned import Versioned
 
 # How many nodes of one operation to visit; the largest functions of torch make some tens.
 _MOST_NODES = 256
@@ -173,8 +173,7 @@ class _Written(InCatalog):
 class _WaitingSlots:
     narrowable: Narrowable
     # The tensor itself, by which a catalog recognises parameters. A cycle with its node, until the operation ends.
-    tensor: Tensor
-    version: int
+    saved: Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +213,7 @@ class SlotWatch(TorchFunctionMode):
         ):
             return self._catalog.put(tensor)
         narrowable = Narrowable(self)
-        self._waiting.append(_WaitingSlots(narrowable, tensor, tensor._version))
+        self._waiting.append(_WaitingSlots(narrowable, Versioned(tensor)))
         return narrowable
 
     def __torch_function__(
@@ -248,14 +247,13 @@ class SlotWatch(TorchFunctionMode):
         set_grad_mode(False)
         try:
             for one in waiting:
-                now = one.tensor._version
-                if now != one.version:
-                    written = written_since(one.tensor, version=one.version, now=now)
-                    one.narrowable.put(_Written(str(written), metadata_of(one.tensor)))
+                tensor = one.saved.tensor
+                if one.saved.is_written:
+                    one.narrowable.put(_Written(str(one.saved.written()), metadata_of(tensor)))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
-                narrowed = None if slot is None else self._narrowed(one.tensor, slot)
-                one.narrowable.put(self._catalog.put(one.tensor) if narrowed is None else narrowed)
+                narrowed = None if slot is None else self._narrowed(tensor, slot)
+                one.narrowable.put(self._catalog.put(tensor) if narrowed is None else narrowed)
         finally:
             set_grad_mode(enabled)
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import CodeType, FrameType
-from typing import cast
-
 from torch import Tensor, UntypedStorage, nn
 
-_CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
+from torchremat.frames import running_modules
 
 
 def is_leaf_of_model(tensor: Tensor) -> bool:
@@ -28,7 +23,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 def is_in_running_module(storage: UntypedStorage) -> bool:
     """Return whether a storage belongs to a buffer or parameter that a module being called now has itself."""
     address = storage.data_ptr()
-    for module in _running():
+    for module in running_modules():
         for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
             # Both are alive, so equal addresses mean the same storage.
             if type(tensor) in _PLAIN and tensor.untyped_storage().data_ptr() == address != 0:
@@ -37,11 +32,3 @@ def is_in_running_module(storage: UntypedStorage) -> bool:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-
-
-def _running() -> Iterator[nn.Module]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            yield cast("nn.Module", frame.f_locals["self"])
-        frame = frame.f_back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
 import torch
@@ -10,13 +9,10 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import record_stream
 from torchremat.errors import StoreError
-from torchremat.stores.geometry import without_repeats
+from torchremat.stores.geometry import TensorPlace
 from torchremat.stores.kept import Kept
 from torchremat.stores.weak import WeakBytes
-
-if TYPE_CHECKING:
-    from torchremat.stores.stored import Stored
-    from torchremat.tensors.handles import Handle
+from torchremat.tensors.handles import Handle
 
 # CPU kernels distinguish addresses by the width of a vector, device kernels by that of a memory transaction.
 _ALIGNMENT = 64
@@ -82,7 +78,7 @@ class ByteSpan:
         self.stop = stop
         self.pieces = pieces
         self.hot: WeakBytes | None = None
-        self.held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[Stored]]]] = {}
+        self.held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[TensorPlace]]]] = {}
         self.is_coming = False
         # On a device: the stream that loaded it, and the event when that was done.
         self._loaded: tuple[torch.Stream, torch.Event] | None = None
@@ -160,9 +156,9 @@ def cut(tensor: Tensor, start: int, stop: int, part: tuple[int, int]) -> Tensor:
     return whole[left // itemsize : right // itemsize]
 
 
-def covers(piece: Piece, stored: Stored) -> bool:
+def covers(piece: Piece, place: TensorPlace) -> bool:
     """Return whether a piece covers all of a saved tensor."""
     if piece.size is None:
-        return piece.start <= stored.start and stored.stop <= piece.stop
-    same = piece.start == stored.start and piece.stop == stored.stop and piece.dtype == stored.dtype
-    return same and piece.size == without_repeats(stored) and piece.stride == stored.stride
+        return piece.start <= place.start and place.stop <= piece.stop
+    same = piece.start == place.start and piece.stop == place.stop and piece.dtype == place.dtype
+    return same and piece.size == place.without_repeats and piece.stride == place.stride

@@ -9,7 +9,7 @@ A tensor with gaps, a column of a matrix, is a piece of its own without the gaps
 
 NOTE [ Who owns what ]
     autograd    its packed objects, `Stored`
-    Stored      its record
+    Stored      its record, and its place, by which the record knows it
     record      its pieces, which own the store's handles, see NOTE [ Who owns a stored tensor ]
     record      loaded buffers, while other saved tensors need them, see NOTE [ How long what is loaded is held ]
     weakly      the catalog its records, a record the storage that it was made of and its loaded buffers
@@ -20,24 +20,45 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import MutationError
-from torchremat.stores.geometry import missing, without_repeats
+from torchremat.stores.geometry import TensorPlace, missing
 from torchremat.stores.kept import Kept
 from torchremat.stores.pieces import WORST_ITEMSIZE, ByteSpan, Piece, covers, cut
+from torchremat.stores.shared import Shared
 from torchremat.stores.weak import WeakBytes
-from torchremat.tensors.handles import Protecting
+from torchremat.tensors.handles import Handle, Protecting
+from torchremat.tensors.versioned import Versioned
 
-if TYPE_CHECKING:
-    from torchremat.stores.shared import Shared
-    from torchremat.stores.stored import Stored
-    from torchremat.tensors.handles import Handle
+
+class RecordsByStorage:
+    """The records of a catalog that give out the bytes of a storage, which other code may be about to write."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: WeakKeyDictionary[UntypedStorage, list[ReferenceType[Record]]] = WeakKeyDictionary()
+
+    def add(self, storage: UntypedStorage, record: Record) -> None:
+        """Register a record."""
+        with self._lock:
+            known = self._records.setdefault(storage, [])
+            if not any(one() is record for one in known):
+                known[:] = [one for one in known if one() is not None]
+                known.append(ref(record))
+
+    def before_write(self, storage: UntypedStorage) -> None:
+        """Have every record move its bytes out of a storage, which is about to be written."""
+        with self._lock:
+            known = self._records.pop(storage, [])
+        for one in known:
+            record = one()
+            if record is not None:
+                record.before_write(storage)
 
 
 class Record:
@@ -46,12 +67,14 @@ class Record:
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
         shared: The state that the records of a catalog share.
+        by_storage: Gets the record for each storage whose writes it has to be told of.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
 
     __slots__ = (
         "__weakref__",
         "_aliases",
+        "_by_storage",
         "_device",
         "_is_complete",
         "_lock",
@@ -62,7 +85,9 @@ class Record:
         "_waiting",
     )
 
-    def __init__(self, tensor: Tensor, shared: Shared, *, is_watched: bool = True) -> None:
+    def __init__(
+        self, tensor: Tensor, shared: Shared, by_storage: RecordsByStorage, *, is_watched: bool = True
+    ) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         # Memory of other code may begin at any address; no buffer of ours can.
@@ -71,9 +96,10 @@ class Record:
         self._origin = WeakBytes(tensor) if is_watched else None
         self._is_complete = False
         self._spans: list[ByteSpan] = []
-        self._aliases: list[ReferenceType[Stored]] = []
-        self._waiting: list[tuple[Tensor, int, ReferenceType[Stored]]] = []
+        self._aliases: list[ReferenceType[TensorPlace]] = []
+        self._waiting: list[tuple[Versioned, ReferenceType[TensorPlace]]] = []
         self._shared = shared
+        self._by_storage = by_storage
         self._lock = threading.RLock()
 
     @property
@@ -83,17 +109,17 @@ class Record:
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def add(self, stored: Stored, tensor: Tensor, *, watched: Tensor | None = None) -> None:
+    def add(self, place: TensorPlace, tensor: Tensor, *, watched: Tensor | None = None) -> None:
         """Store the bytes of a tensor that are not stored yet.
 
         Args:
-            stored: The tensor's place in the storage.
+            place: The tensor's place in the storage.
             tensor: The tensor, without its graph, conjugation and negation.
             watched: See `Kept`.
         """
         with self._lock:
-            self._note(stored)
-            self._store(stored, tensor, watched, None)
+            self._note(place)
+            self._store(place, tensor, watched, None)
 
     def watch(self, tensor: Tensor) -> None:
         """Count the writes to one more tensor of the storage."""
@@ -105,7 +131,7 @@ class Record:
         """Subscribe to writes to the storage that it is made of. See NOTE [ Writes that are seen coming ]."""
         with self._lock:
             self._is_complete = True
-            self._shared.lies(self, storage)
+            self._by_storage.add(storage, self)
 
     # NOTE [ Writes that are seen coming ]
     # An operator's output is complete when it is put, and each recompute needs its values as they were then. So the
@@ -138,43 +164,43 @@ class Record:
         handle = self._shared.put(copy)
         piece.handle = Kept(copy) if handle is None else handle
 
-    def add_later(self, stored: Stored, tensor: Tensor) -> None:
+    def add_later(self, place: TensorPlace, tensor: Tensor) -> None:
         """Store the bytes of a tensor when `settle` is called, at the latest when the tensor is asked for."""
         with self._lock:
-            self._note(stored)
-            self._waiting.append((tensor, tensor._version, ref(stored)))
+            self._note(place)
+            self._waiting.append((Versioned(tensor), ref(place)))
 
     def settle(self) -> None:
         """Store the tensors that were added to be stored later."""
         with self._lock:
             while self._waiting:
-                tensor, version, alive = self._waiting[0]
-                stored = alive()
-                if stored is not None:
-                    self._store(stored, tensor, None, version)
+                saved, alive = self._waiting[0]
+                place = alive()
+                if place is not None:
+                    self._store(place, saved.tensor, None, saved.version)
                 del self._waiting[0]  # only now, as the store has not raised
 
-    def _note(self, stored: Stored) -> None:
+    def _note(self, place: TensorPlace) -> None:
         if len(self._aliases) >= 16:
             self._aliases = [alive for alive in self._aliases if alive() is not None]
-        self._aliases.append(ref(stored))
+        self._aliases.append(ref(place))
 
-    def _store(self, stored: Stored, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
-        start, stop = stored.start, stored.stop
+    def _store(self, place: TensorPlace, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
+        start, stop = place.start, place.stop
         if self._shared.by_storage:
             tensor = _whole(tensor)
             start, stop = 0, tensor.nbytes
-        if self._shared.by_storage or not stored.has_gaps:
+        if self._shared.by_storage or not place.has_gaps:
             covered = [(one.start, one.stop) for one in self._pieces() if one.size is None]
             gaps = missing(start, stop, covered) if covered else [(start, stop)]
             pieces = [self._put(cut(tensor, start, stop, one), one, watched, version) for one in gaps]
-        elif any(covers(one, stored) for one in self._pieces()):
+        elif any(covers(one, place) for one in self._pieces()):
             pieces = []
         else:
-            single = tensor.as_strided(without_repeats(stored), stored.stride, stored.offset)
+            single = tensor.as_strided(place.without_repeats, place.stride, place.offset)
             # The store is given a copy of ours, so that nothing else writes to it.
             piece = self._put(single.contiguous(), (start, stop), watched, version, source=single)
-            piece.size, piece.stride = single.shape, stored.stride
+            piece.size, piece.stride = single.shape, place.stride
             pieces = [piece]
         if pieces:
             self._join(start, stop, pieces)
@@ -227,16 +253,16 @@ class Record:
         """The tensors that stayed in place, as the store had no room or they are still to be stored."""
         with self._lock:
             found = [piece.handle.tensor for piece in self._pieces() if isinstance(piece.handle, Kept)]
-            return found + [tensor for tensor, _, _ in self._waiting]
+            return found + [saved.tensor for saved, _ in self._waiting]
 
     # ----------------------------------------------------------------------------------------------------- backward
 
-    def get(self, stored: Stored) -> Tensor:
+    def get(self, place: TensorPlace) -> Tensor:
         """Return a saved tensor, loaded if its bytes are not in memory."""
         with self._lock:
             if self._waiting:
                 self.settle()
-            span = self._span_of(stored)
+            span = self._span_of(place)
             where = self._origin
             storage = None if where is None else where.storage()
             if storage is None:
@@ -249,18 +275,18 @@ class Record:
                 storage, where = base.untyped_storage(), span.hot
                 self._hold(span, task, base)
                 if self._is_complete:
-                    self._shared.lies(self, storage)
-            _asked(span, task, stored)
+                    self._by_storage.add(storage, self)
+            _asked(span, task, place)
             assert where is not None
-            found = where.view(storage, stored)
+            found = where.view(storage, place)
             if where is span.hot:
                 span.wait(found)
             return found
 
-    def _span_of(self, stored: Stored) -> ByteSpan:
-        return next(one for one in self._spans if one.start <= stored.start and stored.stop <= one.stop)
+    def _span_of(self, place: TensorPlace) -> ByteSpan:
+        return next(one for one in self._spans if one.start <= place.start and place.stop <= one.stop)
 
-    def prefetch(self, stored: Stored) -> int:
+    def prefetch(self, place: TensorPlace) -> int:
         """Let the store begin to bring a saved tensor back; return how many bytes that will be."""
         # A thread that unpacks it now needs no prefetch.
         if not self._lock.acquire(blocking=False):
@@ -268,7 +294,7 @@ class Record:
         try:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
-            span = self._span_of(stored)
+            span = self._span_of(place)
             if span.is_coming or span.is_hot:
                 return 0
             span.is_coming = True
@@ -336,10 +362,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
-def _asked(span: ByteSpan, task: int, stored: Stored) -> None:
+def _asked(span: ByteSpan, task: int, place: TensorPlace) -> None:
     held = span.held.get(task)
     if held is not None:
-        held[1].discard(ref(stored))
+        held[1].discard(ref(place))
         if all(alive() is None for alive in held[1]):
             del span.held[task]  # See NOTE [ How long what is loaded is held ]
 

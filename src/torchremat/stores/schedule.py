@@ -8,14 +8,27 @@ may take a wait.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat._compat.modes import sequence_number
 
-if TYPE_CHECKING:
-    from torchremat.stores.stored import Stored
+
+class Turn:
+    """The turn of one saved tensor, which owns it.
+
+    Attributes:
+        prefetch: Lets the store begin to bring the tensor back; returns how many bytes that will be, 0 if nothing needs
+            to be done.
+        number: Its number in the order; negative before that is known.
+    """
+
+    __slots__ = ("__weakref__", "number", "prefetch")
+
+    def __init__(self, prefetch: Callable[[], int]) -> None:
+        self.prefetch = prefetch
+        self.number = -1
 
 
 class Schedule:
@@ -28,26 +41,26 @@ class Schedule:
     def __init__(self, window_bytes: int | None = None) -> None:
         self._window_bytes = window_bytes
         self._lock = threading.Lock()
-        self._added: list[tuple[int, ReferenceType[Stored]]] = []
-        self._order: list[ReferenceType[Stored]] = []
+        self._added: list[tuple[int, ReferenceType[Turn]]] = []
+        self._order: list[ReferenceType[Turn]] = []
         self._is_sorted = True
         self._task = -1
         self._next = 0
         self._largest = 0
         # The transfers in progress: the bytes of each.
-        self._coming: dict[ReferenceType[Stored], int] = {}
+        self._coming: dict[ReferenceType[Turn], int] = {}
 
-    def add(self, stored: Stored, stored_bytes: int) -> None:
-        """Append a tensor that has just been saved, with its stored bytes."""
+    def add(self, turn: Turn, stored_bytes: int) -> None:
+        """Append the turn of a tensor that has just been saved, with its stored bytes."""
         with self._lock:
             self._largest = max(self._largest, stored_bytes)
             if len(self._added) >= 1024 and len(self._added) >= 2 * len(self._order):
                 self._sort()
-            self._added.append((-sequence_number(), ref(stored)))
+            self._added.append((-sequence_number(), ref(turn)))
             self._is_sorted = False
 
-    def asked(self, stored: Stored) -> None:
-        """Prefetch the tensors after one that is asked for now, within the window."""
+    def asked(self, turn: Turn) -> None:
+        """Prefetch the tensors after the one that is asked for now, within the window."""
         task = current_graph_task()
         if task < 0 or self._window_bytes == 0:
             return
@@ -58,8 +71,8 @@ class Schedule:
                 self._task, self._next = task, 0
                 self._coming.clear()
             coming = self._coming
-            coming.pop(ref(stored), None)
-            self._next = max(self._next, stored.place + 1)
+            coming.pop(ref(turn), None)
+            self._next = max(self._next, turn.number + 1)
             window = 2 * self._largest if self._window_bytes is None else self._window_bytes
             on_their_way = sum(count for alive, count in coming.items() if alive() is not None)
             while on_their_way < window and self._next < len(self._order):
@@ -75,9 +88,9 @@ class Schedule:
         self._added = [(key, alive) for key, alive in self._added if alive() is not None]
         self._added.sort(key=lambda one: one[0])
         self._order = [alive for _, alive in self._added]
-        for place, alive in enumerate(self._order):
-            stored = alive()
-            if stored is not None:
-                stored.place = place
+        for number, alive in enumerate(self._order):
+            turn = alive()
+            if turn is not None:
+                turn.number = number
         self._is_sorted = True
         self._next = 0

@@ -1,20 +1,14 @@
-"""The state that the records of one catalog share: its store, its totals, and the likely order of requests."""
+"""The state that the records of one catalog share: its store and its totals."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor
 
 from torchremat.errors import StoreWarning, warn
-from torchremat.stores.schedule import Schedule
-
-if TYPE_CHECKING:
-    from torch import Tensor, UntypedStorage
-
-    from torchremat.stores.records import Record
-    from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.handles import Handle, Store
 
 
 @dataclass(kw_only=True)
@@ -43,31 +37,12 @@ class Totals:
 class Shared:
     """See the module docstring."""
 
-    def __init__(self, store: Store, window_bytes: int | None, *, by_storage: bool = False) -> None:
+    def __init__(self, store: Store, *, by_storage: bool = False) -> None:
         self.store = store
         self.by_storage = by_storage
         self.totals = Totals()
-        self.schedule = Schedule(window_bytes)
         self._lock = threading.Lock()
         self._has_warned = False
-        self._lying: WeakKeyDictionary[UntypedStorage, list[ReferenceType[Record]]] = WeakKeyDictionary()
-
-    def lies(self, record: Record, storage: UntypedStorage) -> None:
-        """Register that a record keeps the bytes of a storage, and gives them out."""
-        with self._lock:
-            lying = self._lying.setdefault(storage, [])
-            if not any(one() is record for one in lying):
-                lying[:] = [one for one in lying if one() is not None]
-                lying.append(ref(record))
-
-    def leave(self, storage: UntypedStorage) -> None:
-        """Have every record move its bytes out of a storage, which is about to be written."""
-        with self._lock:
-            lying = self._lying.pop(storage, [])
-        for one in lying:
-            record = one()
-            if record is not None:
-                record.before_write(storage)
 
     def put(self, tensor: Tensor) -> Handle | None:
         """Give a tensor to the store; return None if it has no room."""

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.stores.contents import Content, check_version, written_since
+from torchremat.stores.contents import Content
 from torchremat.stores.pinned import PinnedBlock, Pool
 from torchremat.stores.statistics import Ledger
-from torchremat.tensors.held import version_of
+from torchremat.tensors.versioned import Versioned
 
 # Upper bound on the device bytes held for copies that have not ended: at most this many, and at most this share of the
 # peak stored bytes, or one tensor. Otherwise a small model would have all of its memory in flight, and free nothing.
@@ -74,11 +74,11 @@ class CopyAhead(NamedTuple):
 class Flight:
     """One copy out."""
 
-    __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source", "version")
+    __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source")
 
     def __init__(self, source: Tensor, copied: torch.Event) -> None:
-        self.source: Tensor | None = source  # a view of the tensor, or a copy that no other code writes to
-        self.version = version_of(source)
+        # A view of the tensor, or a copy that no other code writes to.
+        self.source: Versioned | None = Versioned(source)
         self.copied = copied
         self.size_bytes = source.nbytes
         self.landed = False
@@ -179,10 +179,8 @@ class Transfers:
 
     def _landed(self, flight: Flight) -> None:
         source = flight.source
-        if source is not None:
-            now = version_of(source)
-            if now != flight.version and not flight.is_awaited:
-                flight.changed = str(written_since(source, version=flight.version, now=now))
+        if source is not None and source.is_written and not flight.is_awaited:
+            flight.changed = str(source.written())
         flight.source = None
         flight.landed = True
         self._flying_bytes -= flight.size_bytes
@@ -254,7 +252,7 @@ class TransferHandle:
         """Let the current stream wait for the copy. See NOTE [ Who may write to what was put ]."""
         self._transfers.land()
         flight, source = self._flight, self._flight.source
-        if source is not None and (flight.is_awaited or version_of(source) == flight.version):
+        if source is not None and (flight.is_awaited or not source.is_written):
             current_stream(self._content.device).wait_event(flight.copied)
             flight.is_awaited = True
 
@@ -277,7 +275,7 @@ class TransferHandle:
             raise MutationError(self._flight.changed)
         source = self._flight.source
         if source is not None and not self._flight.is_awaited:
-            check_version(source, self._flight.version)
+            source.get()
 
     def __del__(self) -> None:
         # See NOTE [ What a finalizer may do ]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
-if TYPE_CHECKING:
-    from torchremat.stores.geometry import Lies
+from torchremat.stores.geometry import TensorPlace
 
 
 class Counter:
@@ -73,7 +71,7 @@ class WeakBytes:
             return None
         return None if any(one.has_moved for one in self._counters) else storage
 
-    def view(self, storage: UntypedStorage, place: Lies) -> Tensor:
+    def view(self, storage: UntypedStorage, place: TensorPlace) -> Tensor:
         """Return a tensor that lies in the storage as `place` says; writes to it are counted."""
         offset = place.offset + self._start // place.dtype.itemsize
         lying = torch.empty(0, dtype=place.dtype, device=storage.device)

@@ -1,6 +1,7 @@
 """Saved tensors: the tensors that autograd, or a region, keeps between forward and backward.
 
 metadata.py      the metadata of a tensor, without its values
+versioned.py     a tensor at a version
 fingerprints.py  numbers that stand for its values
 structure.py     arguments split into tensors and a template
 tensor.py        autograd's saved tensor as a value

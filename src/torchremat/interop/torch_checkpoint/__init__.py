@@ -118,57 +118,40 @@ def checkpoint(
             support.
         UnsupportedError: `respect_saved_tensors_hooks=True`, and the policy is one of torch's own contexts.
     """
-    if function is None and not args:
-        return _decorator(
-            kwargs,
-            use_reentrant=use_reentrant,
-            preserve_rng_state=preserve_rng_state,
+    if torch.compiler.is_compiling() or (function is None and not args):
+        options: dict[str, Any] = {
+            "use_reentrant": use_reentrant,
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+        }
+        if function is None and not args:
+            return _decorator(kwargs, **options)
+        return _in_graph()(function, *args, **_for_torch(**options), **kwargs)
+    if use_reentrant is None:
+        _warn_of_default("checkpoint", _WILL_RAISE)
+        use_reentrant = True
+    if not callable(function):
+        raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
+    preserve = _preserves_by_default() if preserve_rng_state is None else preserve_rng_state
+    if use_reentrant:
+        is_plain = context_fn is noop_context_fn and debug is False and respect_saved_tensors_hooks is None
+        return _run_reentrant(function, preserve, args, kwargs, is_plain=is_plain)
+    if context_fn is not noop_context_fn and is_recording():
+        # The contexts mark the recorded operators, for torch's own partitioner.
+        given = _for_torch(
+            use_reentrant=False,
+            preserve_rng_state=preserve,
             context_fn=context_fn,
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
-    if torch.compiler.is_compiling():
-        given: dict[str, Any] = {"use_reentrant": use_reentrant, "determinism_check": determinism_check, "debug": debug}
-        if context_fn is not noop_context_fn:
-            given["context_fn"] = context_fn
-        if preserve_rng_state is not None:
-            given["preserve_rng_state"] = preserve_rng_state
-        given |= _for_torch(respect_saved_tensors_hooks)
-        return _in_graph()(function, *args, **given, early_stop=early_stop, **kwargs)
-    if use_reentrant is None:
-        _warn_of_default(
-            "checkpoint",
-            "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception.",
-        )
-        use_reentrant = True
-    if not callable(function):
-        raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
-    preserve = _preserves_by_default() if preserve_rng_state is None else preserve_rng_state
-    if use_reentrant:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
-            raise ValueError(
-                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
-                "use_reentrant=False."
-            )
-        return _run_reentrant(function, preserve, args)
-    if context_fn is not noop_context_fn and is_recording():
-        # The contexts mark the recorded operators, for torch's own partitioner.
-        return _torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve,
-            **_for_torch(respect_saved_tensors_hooks),
-            **kwargs,
-        )
+        return _torch_checkpoint(function, *args, **given, **kwargs)
     switches = checkpoint_switches()
     settings = _settings(
         determinism_check,
@@ -177,6 +160,9 @@ def checkpoint(
         bool(debug if switches.debug is None else switches.debug),
     )
     return _run(function, settings, context_fn, respect_saved_tensors_hooks, args, kwargs)
+
+
+_WILL_RAISE = "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception."
 
 
 def _decorator(others: Mapping[str, object], **options: object) -> Callable[[Callable[..., Any]], Decorated]:
@@ -197,20 +183,30 @@ def _preserves_by_default() -> bool:
     return preserve_rng_state and bool(vars(torch_checkpoint).get("preserve_rng_state", True))
 
 
-def _for_torch(respects_hooks: bool | None) -> dict[str, bool]:
-    """Return the argument for torch's own function, which has it since torch 2.14.
+def _for_torch(
+    *,
+    context_fn: ContextFn,
+    preserve_rng_state: bool | None,
+    respect_saved_tensors_hooks: bool | None,
+    **options: object,
+) -> dict[str, Any]:
+    """Return the options for torch's own function, which takes the last one since torch 2.14.
 
     Raises:
-        UnsupportedError: It is True, and this torch does not know it.
+        UnsupportedError: `respect_saved_tensors_hooks` is True, and this torch does not know it.
     """
-    if respects_hooks is None or (not respects_hooks and not _TORCH_RESPECTS):
-        return {}
-    if not _TORCH_RESPECTS:
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if preserve_rng_state is not None:
+        options["preserve_rng_state"] = preserve_rng_state
+    if respect_saved_tensors_hooks and not _TORCH_RESPECTS:
         raise UnsupportedError(
             "respect_saved_tensors_hooks=True: a region in a compiled function, or one that is recorded under a "
             "`context_fn`, is torch's own operator, which knows this option since torch 2.14. Leave it out there."
         )
-    return {"respect_saved_tensors_hooks": respects_hooks}
+    if respect_saved_tensors_hooks is not None and _TORCH_RESPECTS:
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+    return options
 
 
 _TORCH_RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(_torch_checkpoint).parameters
@@ -222,7 +218,21 @@ def _in_graph() -> Callable[..., Any]:
 
 
 @outside_graphs
-def _run_reentrant(function: Callable[..., Any], preserve: bool, args: tuple[object, ...]) -> object:
+def _run_reentrant(
+    function: Callable[..., Any],
+    preserve: bool,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    is_plain: bool,
+) -> object:
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if not is_plain:
+        raise ValueError(
+            "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
+            "use_reentrant=False."
+        )
     if innermost_transform() is not None:
         raise UnsupportedError(
             "a reentrant region (use_reentrant=True) goes backward by itself, which transforms of torch.func do not "

@@ -20,7 +20,8 @@ from torchremat._compat.operators import is_operator, is_packet
 from torchremat.regions.decisions import Answer, OperatorContext, Policy
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.draws import PutBack
-from torchremat.regions.selective.mode import Collecting, Replaying, SeenBy
+from torchremat.regions.selective.mode import SeenBy
+from torchremat.regions.selective.watching import Collecting, Replaying
 
 _create_torchs = torch_checkpoint.create_selective_checkpoint_contexts
 

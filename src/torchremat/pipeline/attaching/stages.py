@@ -25,8 +25,8 @@ from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage,
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
-from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session
+from torchremat.regions.slots import Recomputable
 from torchremat.regions.threads import plainly
 from torchremat.schedules.pipelines import Kind
 
@@ -139,7 +139,7 @@ class _RecomputeWatch:
         self._running = self.sessions._recorder.event(self.sessions.index, self.microbatch, "recompute")
         self._running.__enter__()
 
-    def recomputed(self, number: int, region: Region) -> None:
+    def recomputed(self, number: int, region: Recomputable) -> None:
         """Record the recompute, and the memory that it has added if it is the first of that region."""
         sessions = self.sessions
         running, self._running = self._running, None

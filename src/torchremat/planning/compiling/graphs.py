@@ -127,59 +127,30 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         cost: The cost of operators: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
         fuses: Whether it is for a compiler that makes its own kernels, as Inductor does.
     """
-    device = _device_of(graph)
-    workspaces = measured_workspaces(graph, device)
-    numbers: dict[int, int] = {}
-    sizes: list[int] = []
+    values = _Values(graph)
     nodes: dict[int, Node] = {}
     incoming: list[int] = []
     operators: list[Operator] = []
     flops: list[int] = []
     effects: tuple[list[int], list[int]] = ([], [])
-
-    def number(tensor: Tensor, size: int) -> int:
-        found = numbers.setdefault(address_of(tensor.untyped_storage()), len(sizes))
-        if found == len(sizes):
-            sizes.append(_block(size, device) if tensor.device == device else 0)
-        return found
-
-    def numbered(node: Node) -> list[int]:
-        tensors = _tensors(node)
-        return [number(*one) for one in zip(tensors, workspaces.made_by(node, tensors), strict=True)]
-
     for node in graph.nodes:
+        if node.op not in ("placeholder", "call_function"):
+            continue
+        before = len(values.sizes)
+        found = values.of(node)
         if node.op == "placeholder":
-            values = numbered(node)
-            incoming += values if is_incoming(node) else []
-        elif node.op == "call_function":
-            before = len(sizes)
-            values = numbered(node)
-            made = tuple(dict.fromkeys(value for value in values if value >= before))
+            incoming += found if is_incoming(node) else []
+        else:
+            made = tuple(dict.fromkeys(value for value in found if value >= before))
             written = _writes(node)
             if written:  # it must run, even if its result has no reader
-                made = (*made, len(sizes))
-                effects[must_be_in_backward(node)].append(len(sizes))
-                sizes.append(0)
+                made = (*made, values.effect())
+                effects[must_be_in_backward(node)].append(made[-1])
             if made:
-                inputs = [value for one in node.all_input_nodes for value in numbered(one)]
-                count = _flops(node)
-                flops.append(count)
-                moved = sum(sizes[value] for value in {*inputs, *made})
-                again = _cost(count, moved, device, cost) if _may_run_again(node) and not written else math.inf
-                operators.append(
-                    Operator(
-                        name=node.name,
-                        inputs=tuple(dict.fromkeys(inputs)),
-                        outputs=made,
-                        cost=again,
-                        workspace_bytes=workspaces.of(node, sum(sizes[value] for value in made)),
-                        fuses=fuses and _fuses(node),
-                    )
-                )
-        else:
-            continue
+                flops.append(_flops(node))
+                operators.append(values.operator(node, made, flops[-1], cost, repeats=not written, fuses=fuses))
         if isinstance(node.meta.get("val"), Tensor):
-            for value in values:
+            for value in found:
                 nodes.setdefault(value, node)
     output = next(iter(graph.find_nodes(op="output")))
     returned = _flat(output.args)
@@ -187,9 +158,9 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
     begins = next((i for i, one in enumerate(operators) if not given.isdisjoint(one.inputs)), len(operators))
     joint = Joint(
         operators=tuple(operators),
-        size_bytes=tuple(sizes),
-        outputs=(*_numbered(returned[:num_fwd_outputs], numbers), *effects[0]),
-        gradients=(*_numbered(returned[num_fwd_outputs:], numbers), *effects[1]),
+        size_bytes=tuple(values.sizes),
+        outputs=(*_numbered(returned[:num_fwd_outputs], values.numbers), *effects[0]),
+        gradients=(*_numbered(returned[num_fwd_outputs:], values.numbers), *effects[1]),
         incoming=tuple(dict.fromkeys(incoming)),
         begins=begins,
     )
@@ -197,11 +168,52 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         joint=joint,
         nodes=nodes,
         flops=tuple(flops),
-        device=device,
-        numbers=numbers,
-        workspaces=workspaces,
+        device=values.device,
+        numbers=values.numbers,
+        workspaces=values.workspaces,
         fuses=fuses,
     )
+
+
+class _Values:
+    """The values of a graph: its storages, numbered in the order in which they appear."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.device = _device_of(graph)
+        self.workspaces = measured_workspaces(graph, self.device)
+        self.numbers: dict[int, int] = {}  # by address
+        self.sizes: list[int] = []
+
+    def of(self, node: Node) -> list[int]:
+        """Return the values of the tensors that a node makes."""
+        tensors = _tensors(node)
+        return [self._number(*one) for one in zip(tensors, self.workspaces.made_by(node, tensors), strict=True)]
+
+    def _number(self, tensor: Tensor, size: int) -> int:
+        found = self.numbers.setdefault(address_of(tensor.untyped_storage()), len(self.sizes))
+        if found == len(self.sizes):
+            self.sizes.append(_block(size, self.device) if tensor.device == self.device else 0)
+        return found
+
+    def effect(self) -> int:
+        """Return a new value without bytes."""
+        self.sizes.append(0)
+        return len(self.sizes) - 1
+
+    def operator(
+        self, node: Node, made: tuple[int, ...], flops: int, cost: Cost, *, repeats: bool, fuses: bool
+    ) -> Operator:
+        """Return a node as an operator that makes some values, and that may run again if it `repeats`."""
+        inputs = tuple(dict.fromkeys(value for one in node.all_input_nodes for value in self.of(one)))
+        moved = sum(self.sizes[value] for value in {*inputs, *made})
+        return Operator(
+            name=node.name,
+            inputs=inputs,
+            outputs=made,
+            cost=_cost(flops, moved, self.device, cost) if repeats and _may_run_again(node) else math.inf,
+            workspace_bytes=self.workspaces.of(node, sum(self.sizes[value] for value in made)),
+            fuses=fuses and _fuses(node),
+        )
 
 
 def _block(size: int, device: torch.device) -> int:

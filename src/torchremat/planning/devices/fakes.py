@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.fakes import autocast_of_cuda, fake_mode
-from torchremat.errors import PACKAGES, DeviceError, StepError, UnsupportedError
+from torchremat.errors import DeviceError, StepError, UnsupportedError
+from torchremat.frames import PACKAGES
 from torchremat.measuring.callers import reads_data
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.optimizers import optimizers_in, parameters_of, with_wrapped

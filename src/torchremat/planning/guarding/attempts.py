@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-import torch
 from torch import nn
 
+from torchremat.frames import OURS, PACKAGES, TORCH, steps_of
 from torchremat.measuring.exhaustion import asked_bytes, chain_of, held_bytes
 from torchremat.planning.plans import Plan
 from torchremat.tensors.sizes import format_bytes
@@ -19,10 +19,8 @@ from torchremat.tensors.sizes import format_bytes
 Doing = Literal["planning", "forward", "backward"]
 AttemptPhase = Literal[Doing, "recompute", "elsewhere"]
 
-_OURS = str(Path(__file__).parents[2]) + os.sep
-_TORCHS = str(Path(torch.__file__).parent) + os.sep
 # Frames of these files are in the traceback of a failure in a recompute, ours or torch's, and of no other failure.
-_RECOMPUTES = (f"{_OURS}regions{os.sep}recompute.py", f"{_TORCHS}utils{os.sep}checkpoint.py")
+_RECOMPUTES = (OURS + os.path.join("regions", "recompute.py"), TORCH + os.path.join("utils", "checkpoint.py"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ class Attempt:
 def attempt_of(error: BaseException, *, number: int, doing: Doing, model: nn.Module, plan: Plan | None) -> Attempt:
     """Return the attempt that an error ended, from the error. Its frames must still exist."""
     # The first frame is the caller's, which still runs; its variables must not be read: see `let_go`.
-    frames = list(_frames(error.__traceback__))[1:]
+    frames = list(steps_of(error.__traceback__))[1:]
     recomputed = any(frame.tb_frame.f_code.co_filename in _RECOMPUTES for frame in frames)
     phase: AttemptPhase = "recompute" if recomputed and doing == "backward" else doing
     return Attempt(
@@ -80,18 +78,12 @@ def _first(read: Callable[[BaseException], int | None], error: BaseException) ->
     return next((found for one in chain_of(error) if (found := read(one)) is not None), None)
 
 
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
 def _where(frames: list[TracebackType], model: nn.Module) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     module = line = ""
     for one in reversed(frames):
         file = one.tb_frame.f_code.co_filename
-        if not line and not file.startswith((_OURS, _TORCHS)):
+        if not line and not file.startswith(PACKAGES):
             line = f"{Path(file).name}:{one.tb_lineno}"
         if not module:
             module = names.get(id(one.tb_frame.f_locals.get("self")), "")

@@ -33,7 +33,7 @@ from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
-from torchremat.tensors.metadata import version_of
+from torchremat.tensors.versioned import Versioned
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -78,7 +78,7 @@ class StepState:
         read = {id(one): one for one in (*leaves, *tensors, *world.tensors)}
         named = [one for one in world.tensors if id(one) in world.named]
         self._named = list(zip(named, again(named), strict=True))
-        self._read = [(one, version_of(one)) for key, one in read.items() if key not in world.named]
+        self._read = [Versioned(one) for key, one in read.items() if key not in world.named]
         reach(world, modules)
         self._world = Snapshot(world, guard, backs_up=False)
 
@@ -99,7 +99,7 @@ class StepState:
     def written(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that an attempt has written and that cannot be restored, each with a description."""
         found = [("the gradient of {}", leaf) for leaf in self.gradients.written()]
-        found += [("{}", tensor) for tensor, version in self._read if version_of(tensor) != version]
+        found += [("{}", one.tensor) for one in self._read if one.is_written]
         return found + [("the buffer {}", buffer) for buffer in self.buffers.written()]
 
     def put_back(self) -> None:

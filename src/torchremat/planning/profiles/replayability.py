@@ -33,8 +33,8 @@ from torchremat.planning.profiles.units import Grain, Units, not_called
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
 from torchremat.regions.diagnosis.causes import seen_cause
 from torchremat.regions.diagnosis.differences import DivergedError
-from torchremat.regions.region import Region
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.slots import Recomputable
 from torchremat.tensors.fingerprints import fingerprint
 from torchremat.tensors.structure import tensors_in
 
@@ -126,17 +126,17 @@ class _Trial(UnitObserver):
         self.part = part
         self.check: Check = check
         self.warned = warned
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, Recomputable] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
         self.differs = False  # whether a call has returned different values in the running recompute
 
-    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
+    def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`. A region without saved tensors would be freed with its call."""
         unit = self.unit_of(region)
         if unit is not None and unit in self.part:
             self.regions[unit] = region
 
-    def ended(self, region: Region, call: int, output: object) -> None:
+    def ended(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit in self.regions:
@@ -144,7 +144,7 @@ class _Trial(UnitObserver):
         elif unit is not None and call + 1 == len(self.units.units[unit].calls):
             region.abandon()
 
-    def returned(self, region: Region, call: int, output: object) -> None:
+    def returned(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit in self.regions:
@@ -173,7 +173,7 @@ class _Trial(UnitObserver):
                 region.abandon()
         return dict(reversed(found.items()))
 
-    def failure(self, region: Region) -> str | None:
+    def failure(self, region: Recomputable) -> str | None:
         """Recompute a region, and return why it did not repeat its forward; None if it did, or if unknown."""
         self.differs, before = False, len(self.warned)
         try:
@@ -190,13 +190,13 @@ class _Trial(UnitObserver):
             return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0]
         return self.words(region, before) if self.differs else None
 
-    def words(self, region: Region, before: int) -> str:
+    def words(self, region: Recomputable, before: int) -> str:
         """Return why a region's recompute differed; `before`: the number of torch's warnings before it."""
         kernels = _kernels(self.warned[before:])
         # A process that runs a region once more than the others may wait for them.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         try:
-            cause = seen_cause(region) if is_alone else None
+            cause = seen_cause(region.recording) if is_alone else None
         except Exception:  # noqa: BLE001  as in `explain`
             cause = None
         if cause is not None:

@@ -15,10 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchremat._compat.graphs import outside_graphs
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.profiles.units import Units
-from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer
-from torchremat.regions.slots import Slot
+from torchremat.regions.slots import Recomputable, Slot
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
@@ -58,7 +57,7 @@ class WatchedUnit:
     recomputed: int = -1
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
-    region: ReferenceType[LiveRegion] | None = None
+    region: ReferenceType[Recomputable] | None = None
 
     def is_dropped(self, place: int) -> bool:
         """Return whether a save has lost its graph when the unit has ended."""
@@ -75,15 +74,15 @@ class UnitObserver(Observer):
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.unit_by_region: WeakKeyDictionary[LiveRegion, int | None] = WeakKeyDictionary()
+        self.unit_by_region: WeakKeyDictionary[Recomputable, int | None] = WeakKeyDictionary()
         self.waiting: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for index, unit in enumerate(units.units):
             self.waiting.setdefault(unit.keys, []).append(index)
 
-    def unit_of(self, region: LiveRegion) -> int | None:
+    def unit_of(self, region: Recomputable) -> int | None:
         """Return the unit that a region is, or None for one around several units."""
         if region not in self.unit_by_region:
-            self.unit_by_region[region] = self.next_unit(region.label)
+            self.unit_by_region[region] = self.next_unit(region.recording.label)
         return self.unit_by_region[region]
 
     def next_unit(self, label: object) -> int | None:
@@ -121,11 +120,11 @@ class Watcher(UnitObserver):
         self.copying: list[tuple[int, int]] = []
         self.since = -1
 
-    def looks(self, region: LiveRegion) -> None:
+    def looks(self, region: Recomputable) -> None:
         """See `Observer`."""
         self.since = self.mark("looks")
 
-    def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
+    def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`."""
         begins = self.mark("begins")
         self.copying.append((self.since, begins))
@@ -147,7 +146,7 @@ class Watcher(UnitObserver):
             self.watched[unit].released = self.mark("released")
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
-    def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
+    def saved(self, region: Recomputable, call: int, tensor: Tensor) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
@@ -173,11 +172,11 @@ class Watcher(UnitObserver):
         if own.recompute < 0:
             own.dropped_at[place] = self.mark("dropped")
 
-    def settles(self, region: LiveRegion) -> None:
+    def settles(self, region: Recomputable) -> None:
         """See `Observer`."""
         self.since = self.mark("settles")
 
-    def ended(self, region: LiveRegion, call: int, output: object) -> None:
+    def ended(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""
         ends = self.mark("ends")
         self.copying.append((self.since, ends))
@@ -193,21 +192,21 @@ class Watcher(UnitObserver):
             own.output_refs.append(StorageWeakRef(storage))
         own.settles, own.ends = self.since, ends
 
-    def recomputing(self, region: LiveRegion) -> None:
+    def recomputing(self, region: Recomputable) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.watched[unit].recompute < 0:
             self.order.append(unit)
             self.watched[unit].recompute = self.mark("recompute")
 
-    def recomputed(self, region: LiveRegion) -> None:
+    def recomputed(self, region: Recomputable) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.watched[unit].recomputed < 0:
             self.watched[unit].recomputed = self.mark("recomputed")
 
     @outside_graphs
-    def asked(self, region: LiveRegion, index: int, tensor: Tensor) -> None:
+    def asked(self, region: Recomputable, index: int, tensor: Tensor) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and index not in self.watched[unit].asked:

@@ -99,7 +99,7 @@ def _held_after(profile: Profile) -> list[frozenset[int]]:
     """For each unit, the storages held when it has returned, as a region, that are freed by then in the trace."""
     units, lasting = profile.units, profile.units.trace.lasting
     simulator = MemorySimulator(units, profile.sizes, profile.order, profile.lifetimes, every_unit(units))
-    return [lasting & simulator.held.keys() for state in simulator.forward() if state.key[0] is ProgramPoint.LEFT]
+    return [lasting & simulator.live.held.keys() for state in simulator.forward() if state.key[0] is ProgramPoint.LEFT]
 
 
 def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]:

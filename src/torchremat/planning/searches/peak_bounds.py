@@ -54,7 +54,7 @@ class PeakBounds:
                 highest = live
                 rank = -1 if state.key[0] is ProgramPoint.END else self._ranks[state.key[1]]
                 yield _PeakBound(
-                    live_bytes=live, held=dict(simulator.held), alive=frozenset(simulator.alive), rank=rank
+                    live_bytes=live, held=dict(simulator.live.held), alive=frozenset(simulator.live.alive), rank=rank
                 )
 
     def least_bytes(self, place: int, nodes: Tree) -> int:
@@ -75,7 +75,7 @@ class PeakBounds:
         simulator = walk_of(self._profile, nodes)
         for unit in range(nodes[0].first, nodes[-1].last + 1):
             simulator.take(unit)
-        return None if simulator.unborn else (simulator.held, simulator.inside)
+        return None if simulator.unborn else (simulator.live.held, simulator.live.inside)
 
     def _added(self, height: _PeakBound, before: tuple[Counter[int], int], after: tuple[Counter[int], int]) -> int:
         """Return how many bytes more are held at a program point."""

@@ -1,6 +1,7 @@
 """The exact interpreter: a step simulated under a tree of regions, on integers.
 
 points.py           the program points of a step, and what the profile knows of units at them
+live_bytes.py       the bytes that are held, counted by storage
 offload_choices.py  which saved tensors of a unit can go into a store, and at what cost
 offloaded.py        which bytes are in stores during the simulation
 graphs.py           which graphs exist, and how long they live

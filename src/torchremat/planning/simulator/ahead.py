@@ -26,7 +26,7 @@ def recomputed_ahead(simulator: MemorySimulator) -> Iterator[Live | RanForward]:
     The regions around a nested region recompute its inputs.
     """
     simulator.is_ahead = True
-    simulator.bytes = dict(simulator.bytes)
+    simulator.live.bytes = dict(simulator.live.bytes)
     for region in reversed(simulator.regions):
         for one in simulator.around[region.first][: simulator.depth[id(region)]]:
             if id(one) not in simulator.done and simulator.graphs.waits(one):
@@ -44,14 +44,14 @@ def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes:
     """
     for _ in simulator.forward():
         pass
-    beside = kept_bytes - simulator.total()
+    beside = kept_bytes - simulator.live.total()
     recomputing = (
         state.held_bytes + over_bytes(profile, state)
         for state in recomputed_ahead(simulator)
         if isinstance(state, Live)
     )
     ahead = max(recomputing, default=0)
-    highest = simulator.total() + beside + profile.after_bytes[ProgramPoint.END, 0]
+    highest = simulator.live.total() + beside + profile.after_bytes[ProgramPoint.END, 0]
     for state in simulator.backward():
         if isinstance(state, Live):
             highest = max(highest, live_bytes(profile, state) + over_bytes(profile, state))

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from torchremat.planning.profiles.units import Units
+from torchremat.planning.simulator.live_bytes import LiveBytes
 from torchremat.planning.simulator.offload_choices import Offloads, Parcel
-from torchremat.planning.simulator.points import Live, ProgramPoint, Releases
-
-if TYPE_CHECKING:
-    from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.planning.simulator.points import Lifetimes, Live, ProgramPoint, Releases
 
 
 class OffloadedBytes:
     """The bytes of one simulation that are in stores, and so are not held."""
 
-    def __init__(self, simulator: MemorySimulator, offloads: Offloads) -> None:
-        self._simulator = simulator
+    def __init__(self, live: LiveBytes, units: Units, lifetimes: Lifetimes, offloads: Offloads) -> None:
+        self._live = live
+        self._units = units
+        self._lifetimes = lifetimes
         self._offloads = offloads
         self._leaving: dict[int, list[int]] = {}
         self._coming: dict[int, list[int]] = {}
@@ -44,24 +44,22 @@ class OffloadedBytes:
 
     def left(self, unit: int) -> Iterator[Live]:
         """A unit has returned: its saved tensors are put, and the payloads due to leave have left."""
-        simulator = self._simulator
         if unit in self._offloads:
-            total, what = simulator.total(simulator.lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
+            total, what = self._live.total(self._lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
             yield Live((ProgramPoint.LEFT, unit), total, self._store(unit), what, moves=True)
         for leaving in self._leaving.get(unit, ()):
             offload_size = self._offloads[leaving].offload_size
-            simulator.release(offload_size.boundary)
-            simulator.inside -= offload_size.inside_bytes + self._passing.pop(leaving)
+            self._live.release(offload_size.boundary)
+            self._live.inside -= offload_size.inside_bytes + self._passing.pop(leaving)
             self._gone[leaving] = set(offload_size.boundary)
 
     def came(self, unit: int) -> Iterator[Live]:
         """The gradient has reached a unit: stores begin to bring payloads back, and the unit's own has arrived."""
-        simulator = self._simulator
         for coming in self._coming.get(unit, ()):
             if coming in self._gone:
                 self._begin(coming)
         if unit in self._gone:
-            total, what = simulator.total(), f"bringing {self._name(unit)} back"
+            total, what = self._live.total(), f"bringing {self._name(unit)} back"
             yield Live((ProgramPoint.BACKWARD, unit), total, self._bring(unit), what, moves=True)
 
     def lets_go(self, unit: int) -> Releases:
@@ -82,7 +80,7 @@ class OffloadedBytes:
                 self._put[parcel.storage] -= 1
                 if self._put[parcel.storage]:
                     continue
-            self._simulator.inside -= parcel.held_bytes
+            self._live.inside -= parcel.held_bytes
 
     # See NOTE [ One parcel after the other ] for all of the following.
 
@@ -98,7 +96,7 @@ class OffloadedBytes:
             added += parcel.held_bytes + parcel.passing_bytes
             passing += parcel.passing_bytes
         self._passing[unit] = passing
-        self._simulator.inside += added
+        self._live.inside += added
         return peak
 
     def _begin(self, unit: int) -> None:
@@ -106,26 +104,26 @@ class OffloadedBytes:
         self._begun_inside.add(unit)
         for parcel in self._offloads[unit].offload_size.leaving:
             if parcel.storage is None:
-                self._simulator.inside += parcel.ahead_bytes
-            elif parcel.storage in self._simulator.held:
+                self._live.inside += parcel.ahead_bytes
+            elif parcel.storage in self._live.held:
                 self._hold(parcel.storage)
             elif parcel.storage not in self._begun:
                 self._begun.add(parcel.storage)
-                self._simulator.inside += parcel.ahead_bytes
+                self._live.inside += parcel.ahead_bytes
 
     def _bring(self, unit: int) -> int:
         """Bring a unit's own storages back, and return the peak meanwhile over the live bytes before."""
         peak = added = 0
         for parcel in self._offloads[unit].offload_size.leaving:
-            if parcel.storage is not None and parcel.storage in self._simulator.held:
+            if parcel.storage is not None and parcel.storage in self._live.held:
                 self._hold(parcel.storage)
                 continue
             begun_bytes = parcel.ahead_bytes if self._has_begun(unit, parcel) else 0
             peak = max(peak, added + parcel.get_peak_bytes - begun_bytes)
             added += parcel.bytes - begun_bytes
-            self._simulator.inside -= begun_bytes
+            self._live.inside -= begun_bytes
             if parcel.storage is None:
-                self._simulator.inside += parcel.bytes
+                self._live.inside += parcel.bytes
             else:
                 self._begun.discard(parcel.storage)
                 self._hold(parcel.storage)
@@ -140,7 +138,7 @@ class OffloadedBytes:
         waiting = [gone for gone in self._gone.values() if storage in gone]
         for gone in waiting:
             gone.discard(storage)
-        self._simulator.hold([storage] * len(waiting))
+        self._live.hold([storage] * len(waiting))
 
     def _name(self, unit: int) -> str:
-        return self._simulator.units.units[unit].name
+        return self._units.units[unit].name

@@ -50,8 +50,8 @@ class PartsSimulator(MemorySimulator):
         size = self._of(unit)
         if again:
             super().drop(unit, again=True)
-            self.hold(self.named(unit, size.needed))
-            self.inside += size.needed_bytes
+            self.live.hold(self.named(unit, size.needed))
+            self.live.inside += size.needed_bytes
         if unit == self.order[-1]:
             self._end()
 
@@ -103,10 +103,10 @@ def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, 
     """
     for _ in simulator.forward():
         pass
-    beside = kept_bytes - simulator.total()
+    beside = kept_bytes - simulator.live.total()
     for _ in recomputed_ahead(simulator) if ahead else ():
         pass
-    live = simulator.total() + beside
+    live = simulator.live.total() + beside
     highest = live + profile.after_bytes[ProgramPoint.END, 0]
     for state in simulator.backward():
         if isinstance(state, Live):

@@ -14,13 +14,13 @@ simulator and for the executor alike, and a test compares both event by event.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.simulator.graphs import Graphs
 from torchremat.planning.simulator.links import Links
+from torchremat.planning.simulator.live_bytes import LiveBytes
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
@@ -57,19 +57,15 @@ class MemorySimulator:
         self.tree = tree = tuple(
             RegionNode((node,)) if isinstance(node, KeepNode) and node.option else node for node in tree
         )
-        self.offloaded = OffloadedBytes(self, offloads)
-        self.bytes = units.trace.storage_bytes
+        self.live = LiveBytes(units.trace.storage_bytes)
+        self.offloaded = OffloadedBytes(self.live, units, lifetimes, offloads)
         # The regions around each unit, outermost first; and by id of a region its depth, itself included.
         self.around: list[tuple[RegionNode, ...]] = [()] * len(sizes)
         self.depth: dict[int, int] = {}
         self.regions: list[RegionNode] = []  # in the order in which the forward enters them
         self._look_around(tree, ())
         self.graphs = Graphs(sizes, lifetimes.graphs, units.trace.end)
-        self.held: Counter[int] = Counter()
-        self.held_bytes = 0
-        self.alive: Iterable[int] = ()  # in addition to the held storages, at the last program point asked for
         self.unborn: list[int] = []  # held through an object that will get them later
-        self.inside = 0  # bytes that kept units saved inside, and states that regions keep
         self.states: dict[int, int] = {}  # by id of the region, the state bytes that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, the storages that it holds
         # The units whose saved tensors are all there, and the ids of the regions that have been recomputed.
@@ -96,65 +92,41 @@ class MemorySimulator:
         yield from self.forward()
         yield from self.backward()
 
-    # ------------------------------------------------------------------------------------------------------- holding
-
-    def hold(self, storages: Iterable[int]) -> None:
-        """Begin to hold storages, each once more."""
-        for storage in storages:
-            self.held[storage] += 1
-            if self.held[storage] == 1:
-                self.held_bytes += self.bytes[storage]
-
-    def release(self, storages: Iterable[int]) -> None:
-        """Undo `hold`."""
-        for storage in storages:
-            self.held[storage] -= 1
-            if not self.held[storage]:
-                del self.held[storage]
-                self.held_bytes -= self.bytes[storage]
-
-    def total(self, alive: Iterable[int] = ()) -> int:
-        """Bytes held, plus those of `alive`."""
-        self.alive = alive
-        total = self.inside + self.held_bytes
-        for storage in alive:
-            if storage not in self.held:
-                total += self.bytes[storage]
-        return total
+    # ------------------------------------------------------------------------------------------------------- forward
 
     def be_born(self, time: int) -> None:
         """Hold the storages that held objects have got by now."""
         if not self.unborn:
             return
         born = self.units.trace.born
-        self.hold(storage for storage in self.unborn if born[storage] <= time)
+        self.live.hold(storage for storage in self.unborn if born[storage] <= time)
         self.unborn = [storage for storage in self.unborn if born[storage] > time]
-
-    # ------------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> Iterator[Live]:
         """Simulate the first forward."""
         inter_call = self.lifetimes.inter_call_before
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
-            self.hold(inter_call.get(unit, ()))
+            self.live.hold(inter_call.get(unit, ()))
             self.be_born(self.units.entered(unit))
             self.lose_graphs(self.units.entered(unit))
             alive, levels = self.lifetimes.entered[unit], len(self.around[unit])
             option = self.chosen.get(unit)
             peak = size.dropping_bytes(levels, option) if levels else size.full_peak_bytes
-            yield Live((ProgramPoint.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
+            yield Live((ProgramPoint.FORWARD, unit), self.live.total(alive), peak, f"forward of {own.name}", unit)
             self.take(unit)
             yield from self.offloaded.left(unit)
             self.be_born(self.units.left(unit))
             self.lose_graphs(self.units.left(unit))
             yield Live(
-                (ProgramPoint.LEFT, unit), self.total(self.lifetimes.left[unit]), None, f"forward after {own.name}"
+                (ProgramPoint.LEFT, unit), self.live.total(self.lifetimes.left[unit]), None, f"forward after {own.name}"
             )
-        self.hold(inter_call.get(len(self.sizes), ()))
+        self.live.hold(inter_call.get(len(self.sizes), ()))
         self.be_born(self.units.trace.end)
         self.lose_graphs(self.units.trace.end)
-        yield Live((ProgramPoint.END, 0), self.total(self.lifetimes.end), None, "loss, between forward and backward")
-        self.hold(self.lifetimes.end)  # the storages of the step's caller stay
+        yield Live(
+            (ProgramPoint.END, 0), self.live.total(self.lifetimes.end), None, "loss, between forward and backward"
+        )
+        self.live.hold(self.lifetimes.end)  # the storages of the step's caller stay
 
     def take(self, unit: int) -> None:
         """Hold the storages that stay after a unit's first forward."""
@@ -168,8 +140,8 @@ class MemorySimulator:
             self.graphs.note(region)
         option = self.chosen.get(unit)
         if option is not None:
-            self.hold(option.kept)
-            self.inside += option.kept_bytes
+            self.live.hold(option.kept)
+            self.live.inside += option.kept_bytes
 
     def enter(self, unit: int) -> None:
         """Hold a unit's inputs for its top-level region, and the states that all regions around the unit keep."""
@@ -185,12 +157,12 @@ class MemorySimulator:
         for around in self.around[unit] if state else ():
             if self.graphs.has_any(around):
                 self.states[id(around)] = self.states.get(id(around), 0) + state
-                self.inside += state
+                self.live.inside += state
 
     def hold_for(self, region: RegionNode, unit: int, storages: list[int]) -> None:
         """Let a region hold inputs of a unit in it until the region releases them, or is freed itself."""
         self.slots.setdefault(id(region), []).extend(storages)
-        self.hold(storages)
+        self.live.hold(storages)
 
     def lose_graphs(self, time: int) -> None:
         """Release everything held by graphs that are freed by now, including what a backward would release."""
@@ -207,26 +179,26 @@ class MemorySimulator:
     def keep(self, unit: int, *, again: bool) -> None:
         """Hold the saved tensors of a unit; `again` in a recompute."""
         size = self.sizes[unit]
-        self.hold(self.named(unit, size.saved))
+        self.live.hold(self.named(unit, size.saved))
         if not again:
-            self.hold(size.left)
-        self.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
+            self.live.hold(size.left)
+        self.live.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def drop(self, unit: int, *, again: bool) -> None:
         """Release the storages that `keep` holds."""
         size = self.sizes[unit]
-        self.release(self.named(unit, size.saved))
+        self.live.release(self.named(unit, size.saved))
         if not again:
-            self.release(size.left)
-        self.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
+            self.live.release(size.left)
+        self.live.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def remake(self, unit: int, anew: dict[int, int], kept: Container[int] = ()) -> None:
         """Make the outputs of a unit's recompute, except the kept ones, storages of their own; recorded in `anew`."""
         own = self.units.units[unit]
         for storage in own.outputs:
             if storage not in own.inputs and storage not in kept:
-                anew[storage] = len(self.bytes)
-                self.bytes[anew[storage]] = self.bytes[storage]
+                anew[storage] = len(self.live.bytes)
+                self.live.bytes[anew[storage]] = self.live.bytes[storage]
         self.anew[unit] = anew
 
     def named(self, unit: int, storages: Iterable[int]) -> Iterable[int]:
@@ -237,7 +209,7 @@ class MemorySimulator:
     def left_bytes(self, unit: int) -> int:
         """Bytes of the storages that something else also references after a unit."""
         left = self.sizes[unit].left
-        return sum(self.bytes[storage] for storage in left) if left else 0
+        return sum(self.live.bytes[storage] for storage in left) if left else 0
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -259,9 +231,9 @@ class MemorySimulator:
                     yield from self.recompute(region, unit)
             what, stays = f"backward of {self.units.units[unit].name}", None
             if not chain:
-                stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.held[storage] > 1)
+                stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.live.held[storage] > 1)
             lets_go = self.offloaded.lets_go(unit)
-            yield Live((ProgramPoint.BACKWARD, unit), self.total(), over, what, stays=stays, lets_go=lets_go)
+            yield Live((ProgramPoint.BACKWARD, unit), self.live.total(), over, what, stays=stays, lets_go=lets_go)
             self.drop(unit, again=bool(chain))
             self.offloaded.dropped(unit)
             waiting.discard(unit)
@@ -269,17 +241,17 @@ class MemorySimulator:
                 if waiting.isdisjoint(range(region.first, region.last + 1)):
                     self.leave(region)
             yield Live(
-                (ProgramPoint.RELEASED, unit), self.total(), None, f"backward before {self.units.units[unit].name}"
+                (ProgramPoint.RELEASED, unit), self.live.total(), None, f"backward before {self.units.units[unit].name}"
             )
 
     def leave_inter_call(self, storage: int) -> None:
         """Release a storage that code between the units has saved."""
-        self.release((storage,))
+        self.live.release((storage,))
 
     def leave(self, region: RegionNode) -> None:
         """Free a region with its last node, and all that the region holds; inner regions hold nothing by then."""
-        self.release(self.slots.pop(id(region), ()))
-        self.inside -= self.states.pop(id(region), 0)
+        self.live.release(self.slots.pop(id(region), ()))
+        self.live.inside -= self.states.pop(id(region), 0)
 
     def recompute(self, region: RegionNode, until: int) -> Iterator[Live | RanForward]:
         """The recompute of `region` that the backward of unit `until` triggers."""
@@ -316,7 +288,7 @@ class MemorySimulator:
             # The current states are set aside meanwhile, and restored.
             peak += size.state_bytes + size.recast_bytes
             alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
-            yield Live(key, self.total(alive), peak, f"recompute of {own.name}", unit)
+            yield Live(key, self.live.total(alive), peak, f"recompute of {own.name}", unit)
             yield RanForward(unit, truncated=unit == last and isinstance(node, KeepNode))
             if self.is_ahead:
                 self.remake(unit, anew)
@@ -326,17 +298,17 @@ class MemorySimulator:
                 self.available.add(unit)
             links.pass_on(unit, own, inner)
             for one in inner if size.state_bytes else ():
-                self.inside += size.state_bytes
+                self.live.inside += size.state_bytes
                 states[id(one)] = states.get(id(one), 0) + size.state_bytes
             for one in links.ended & states.keys() if states else ():
                 if one not in links.regions:
-                    self.inside -= states.pop(one)
+                    self.live.inside -= states.pop(one)
             if lets_go:
                 # A nested region's inputs are values of its parent's recompute, and are freed at their last use in its
                 # own.
                 gone = ended(self.slots.get(id(region), ()), last_use, unit)
                 self.let_go(region, set(gone) - links.leaves if gone else set())
-        self.inside -= sum(states.values())
+        self.live.inside -= sum(states.values())
         if lets_go:
             # The call at which it stops has taken its inputs too, and then all taken inputs are released.
             self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
@@ -348,23 +320,23 @@ class MemorySimulator:
         if option.recomputes:
             size, name, key = self.sizes[unit], self.units.units[unit].name, (ProgramPoint.RECOMPUTE, unit)
             if not self.is_ahead:
-                yield Live(key, self.total(), option.early_peak_bytes, f"backward of {name}")
+                yield Live(key, self.live.total(), option.early_peak_bytes, f"backward of {name}")
             peak = option.ahead_peak_bytes if self.is_ahead else option.recompute_peak_bytes
             peak += size.state_bytes + size.recast_bytes
-            yield Live(key, self.total(), peak, f"recompute of {name}", unit)
+            yield Live(key, self.live.total(), peak, f"recompute of {name}", unit)
             yield RanForward(unit, truncated=True, option=node.option if isinstance(node, KeepNode) else 0)
         if self.is_ahead:
             self.remake(unit, {}, kept=option.kept)
         # All its saved tensors are there now, and tensors held for the recompute alone are freed.
         self.keep(unit, again=True)
-        self.release(option.kept)
-        self.inside -= option.kept_bytes
+        self.live.release(option.kept)
+        self.live.inside -= option.kept_bytes
 
     def let_go(self, region: RegionNode, gone: set[int]) -> None:
         """Release the storages that a nested region no longer holds."""
         slots = self.slots.get(id(region), [])
         self.slots[id(region)] = [storage for storage in slots if storage not in gone]
-        self.release(storage for storage in slots if storage in gone)
+        self.live.release(storage for storage in slots if storage in gone)
 
     def last_needed(
         self, region: RegionNode, children: dict[int, KeepNode | RegionNode], until: int

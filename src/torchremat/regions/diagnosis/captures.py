@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from torchremat._compat.compiled_code import is_compiled
+from torchremat.regions.calls import Call
 from torchremat.state.code import function_of
 from torchremat.state.naming import walk
-
-if TYPE_CHECKING:
-    from torchremat.regions.calls import Call
 
 _MOST = 2_000  # described values; more would not help a reader
 _PLAIN = (bool, int, float, str, type(None))

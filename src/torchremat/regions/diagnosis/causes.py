@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchremat.regions.diagnosis.differences import Difference
+from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.regions.diagnosis.reruns import DEFAULT, NUMPY, PYTHON, Rerun, rerun
+from torchremat.regions.recording import Recording
 from torchremat.tensors.metadata import Metadata, agree
 from torchremat.tensors.structure import place_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchremat.regions.diagnosis.differences import Difference
-    from torchremat.regions.diagnosis.operators import LoggedOperator
-    from torchremat.regions.region import Region
 
 _MOST = 3  # causes in a message
 _OF_TRAINING = ("dropout", "batch_norm", "bernoulli")
@@ -35,29 +32,29 @@ class Cause(NamedTuple):
 
 
 def likely_causes(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> list[Cause]:
     """Return the likely causes, the likeliest first; none if nothing gives evidence of one.
 
     Args:
-        region: The region.
+        recording: What the region noted of its forward.
         call: The number of the call that differs.
         difference: The difference that was found.
         found: The rerun of the region.
         operator: The operator of the recompute that saved the first differing tensor, None if no operator did.
     """
-    causes = [*_changes(found), *_draws(region, found)]
+    causes = [*_changes(found), *_draws(recording, found)]
     for search in (_training, _precision, _differs_each_time, _written, _branch, _compiled):
         if search is _written and causes:
             continue  # it names everything read there; given a better cause it would blame innocent code
-        causes += search(region, call, difference, found, operator)
+        causes += search(recording, call, difference, found, operator)
     return causes[:_MOST]
 
 
-def seen_cause(region: Region) -> Cause | None:
+def seen_cause(recording: Recording) -> Cause | None:
     """Return a visible side effect of a region that no recompute puts back; None if it has none."""
-    found = rerun(region)
-    return next(iter([*_changes(found), *_draws(region, found)]), None)
+    found = rerun(recording)
+    return next(iter([*_changes(found), *_draws(recording, found)]), None)
 
 
 def _changes(found: Rerun) -> Iterator[Cause]:
@@ -74,7 +71,7 @@ def _changes(found: Rerun) -> Iterator[Cause]:
     )
 
 
-def _draws(region: Region, found: Rerun) -> Iterator[Cause]:
+def _draws(recording: Recording, found: Rerun) -> Iterator[Cause]:
     for name in found.draws:
         if name in (PYTHON, NUMPY):
             entry = "python_random" if name == PYTHON else "numpy_random"
@@ -83,19 +80,19 @@ def _draws(region: Region, found: Rerun) -> Iterator[Cause]:
                 "registered",
                 "Register it, or draw before the region and pass what was drawn.",
             )
-        elif not region.settings.preserve_rng:
+        elif not recording.calls[0].preserves_rng:
             yield Cause(f"the region draws from {name}, and `preserve_rng=False`", "Leave that option at True.")
         elif not name.startswith(DEFAULT):
             yield Cause(f"the region draws from {name}, which it does not get as an argument", "Pass it as one.")
 
 
 def _training(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
     del call
     if found.unseen and difference.kind != "values":
         for modules in ([one] for one in found.unseen[:4]):
-            if _all_agree(region.metadata, rerun(region, flipped=modules).log.metadata):
+            if _all_agree(recording.metadata, rerun(recording, flipped=modules).log.metadata):
                 name = type(modules[0]).__name__
                 now = "train" if modules[0].training else "eval"
                 yield Cause(
@@ -104,7 +101,7 @@ def _training(
                     "Pass the module as an argument, or flip it after backward.",
                 )
                 return
-    logs = [one.log for one in region.made if one.log is not None]
+    logs = [one.log for one in recording.calls if one.log is not None]
     if logs:
         forward = _random_operators([one for log in logs for one in log.operators])
         recompute = _random_operators(found.log.operators)
@@ -115,7 +112,7 @@ def _training(
                     "Pass the module or the flag as an argument.",
                 )
                 return
-    drew = any(name.startswith(DEFAULT) for name in found.draws) and region.settings.preserve_rng
+    drew = any(name.startswith(DEFAULT) for name in found.draws) and recording.calls[0].preserves_rng
     title = operator.title if operator is not None else ""
     if drew or (any(word in title for word in _OF_TRAINING) and difference.kind != "values"):
         unseen = ", ".join(type(one).__name__ for one in found.unseen[:3])
@@ -135,12 +132,12 @@ def _random_operators(operators: list[LoggedOperator]) -> set[str]:
 
 
 def _precision(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
     del call, operator
     then, now = difference.then, difference.now
     if difference.kind in ("too many", "too few"):
-        pairs = zip(region.metadata, found.log.metadata, strict=False)
+        pairs = zip(recording.metadata, found.log.metadata, strict=False)
         then, now = next(((a, b) for a, b in pairs if not agree(a, b)), (None, None))
     if then is None or now is None or then[1] == now[1]:
         return
@@ -160,7 +157,7 @@ def _precision(
 
 
 def _written(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
     if difference.kind != "values" or difference.index is None or difference.index >= len(found.log.storages):
         return
@@ -169,7 +166,7 @@ def _written(
     if call < len(log.arguments):
         for place, address in enumerate(log.arguments[call]):
             if address is not None:
-                where[address] = f"the input {argument_name(region, call, place)}"
+                where[address] = f"the input {argument_name(recording, call, place)}"
     saved = log.storages[index]
     past = "was written between forward and recompute past its version counter (`.data`, NumPy)"
     if saved in where:
@@ -198,7 +195,7 @@ def _plain(found: Rerun) -> list[tuple[str, Tensor]]:
 
 
 def _differs_each_time(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
     del call, operator
     index, log = difference.index, found.log
@@ -209,9 +206,9 @@ def _differs_each_time(
         case "too many":
             differs = len(log.metadata) <= difference.saved_then
         case "too few":
-            differs = len(region.made) == 1 and len(log.metadata) != difference.saved_now
+            differs = len(recording.calls) == 1 and len(log.metadata) != difference.saved_now
         case "values":
-            differs = rerun(region).log.digests != log.digests
+            differs = rerun(recording).log.digests != log.digests
     if differs and found.error is None and not found.changes and not found.draws:
         yield Cause(
             "each run does something else: two runs after the forward differ as well",
@@ -221,9 +218,9 @@ def _differs_each_time(
 
 
 def _branch(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
-    del region, call
+    del recording, call
     if difference.kind == "values":
         return
     operators = found.log.operators
@@ -240,9 +237,9 @@ def _branch(
 
 
 def _compiled(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
-    del region, call, operator
+    del recording, call, operator
     if found.reach.compiled and difference.kind != "values":
         yield Cause(
             f"`{found.reach.compiled[0]}` is compiled, and the recompute may have met another of its graphs than the "
@@ -252,7 +249,7 @@ def _compiled(
         )
 
 
-def argument_name(region: Region, call: int, place: int) -> str:
+def argument_name(recording: Recording, call: int, place: int) -> str:
     """Return the words for a tensor among the arguments of a call: `args[0]`, `kwargs['mask']`."""
-    found = place_of(region.made[call].template, place) or "[0]"
+    found = place_of(recording.calls[call].template, place) or "[0]"
     return f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"

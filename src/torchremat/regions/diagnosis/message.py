@@ -9,20 +9,18 @@ from __future__ import annotations
 import linecache
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from torchremat.regions.calls import Call
 from torchremat.regions.diagnosis.captures import Reach
 from torchremat.regions.diagnosis.causes import likely_causes
 from torchremat.regions.diagnosis.differences import Difference, named, words
 from torchremat.regions.diagnosis.operators import LoggedOperator, OperatorLog
 from torchremat.regions.diagnosis.reruns import Rerun, rerun
+from torchremat.regions.recording import Recording
 from torchremat.tensors.metadata import Metadata, agree
-
-if TYPE_CHECKING:
-    from torchremat.regions.calls import Call
-    from torchremat.regions.region import Region
 
 _CAST = "aten._to_copy.default"
 _CONTEXT = 3  # operators of a log that are shown before the logs part
@@ -49,21 +47,21 @@ class Divergence(NamedTuple):
     now: int
 
 
-def log_of(region: Region, call: Call) -> OperatorLog:
+def log_of(recording: Recording, call: Call) -> OperatorLog:
     """Return an empty log for a call of a region."""
-    return OperatorLog(Reach([call], region.label).names)
+    return OperatorLog(Reach([call], recording.label).names)
 
 
-def explain(region: Region, call: int, difference: Difference, log: OperatorLog | None = None) -> str:
+def explain(recording: Recording, call: int, difference: Difference, log: OperatorLog | None = None) -> str:
     """Return the whole message for a difference between a recompute and its forward.
 
     Args:
-        region: The region.
+        recording: What the region noted of its forward.
         call: The number of the call that differs.
         difference: The difference that was found.
         log: The operators of the recompute up to the difference, if they were logged.
     """
-    lines = _facts(region, call, difference)
+    lines = _facts(recording, call, difference)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # A process that runs more collectives than the others hangs.
         lines.append(
@@ -72,21 +70,21 @@ def explain(region: Region, call: int, difference: Difference, log: OperatorLog 
         )
     else:
         try:
-            found = rerun(region)
-            operator = _saver(region, difference, found.log)[1]
-            lines += [*_operator(region, difference, found), *_causes(region, call, difference, found, operator)]
+            found = rerun(recording)
+            operator = _saver(recording, difference, found.log)[1]
+            lines += [*_operator(recording, difference, found), *_causes(recording, call, difference, found, operator)]
             log = found.log
         except Exception as error:  # noqa: BLE001  the facts are worth more than a perfect message
             lines.append(f"Running the region again to find the operator failed: {_line(error)}")
-    logs = _logs_of(region, log)
+    logs = _logs_of(recording, log)
     lines += _shown(logs) if logs is not None else [_NO_DEBUG]
     return "\n".join(lines)
 
 
 def _causes(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> list[str]:
-    causes = likely_causes(region, call, difference, found, operator)
+    causes = likely_causes(recording, call, difference, found, operator)
     return [f"{'Or' if place else 'Likely cause'}: {one}" for place, one in enumerate(causes)] or [_UNKNOWN]
 
 
@@ -94,8 +92,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:160]
 
 
-def _facts(region: Region, call: int, difference: Difference) -> list[str]:
-    name = region.name(call)
+def _facts(recording: Recording, call: int, difference: Difference) -> list[str]:
+    name = recording.name(call)
     counts = [
         f"Number of tensors saved during forward: {difference.saved_then}",
         f"Number of tensors saved during recomputation: {difference.saved_now}.",
@@ -129,22 +127,24 @@ def _facts(region: Region, call: int, difference: Difference) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- which operator
 
 
-def _saver(region: Region, difference: Difference, log: OperatorLog) -> tuple[Divergence | None, LoggedOperator | None]:
+def _saver(
+    recording: Recording, difference: Difference, log: OperatorLog
+) -> tuple[Divergence | None, LoggedOperator | None]:
     """Return where the saved tensors part, and the recompute's operator that saved the first differing one."""
     if difference.kind == "values":
         index = difference.index if difference.index is not None else -1
         return Divergence(index, index + 1, index + 1), log.savers.get(index)
-    found = _diverged(region, log)
+    found = _diverged(recording, log)
     if found is None or found.now == found.first:
         return found, None
     return found, log.savers.get(found.first)
 
 
-def _diverged(region: Region, log: OperatorLog) -> Divergence | None:
+def _diverged(recording: Recording, log: OperatorLog) -> Divergence | None:
     start = 0
-    for call, now_end in zip(region.made, log.ends, strict=False):
-        then_end = len(region.metadata) if call.is_running else call.slots
-        found = diverged(region.metadata[start:then_end], log.metadata[start:now_end])
+    for call, now_end in zip(recording.calls, log.ends, strict=False):
+        then_end = len(recording.metadata) if call.is_running else call.slots
+        found = diverged(recording.metadata[start:then_end], log.metadata[start:now_end])
         if found is not None:
             return Divergence(*(start + one for one in found))
         start = then_end
@@ -172,14 +172,14 @@ def diverged(then: Sequence[Metadata], now: Sequence[Metadata]) -> Divergence | 
     return Divergence(first, len(then), len(now))
 
 
-def _operator(region: Region, difference: Difference, found: Rerun) -> list[str]:
-    where, operator = _saver(region, difference, found.log)
+def _operator(recording: Recording, difference: Difference, found: Rerun) -> list[str]:
+    where, operator = _saver(recording, difference, found.log)
     lines: list[str] = []
     if found.error is not None:
         lines.append(f"Run once more to find the operator, the region raised {found.error}")
         if where is None or where.first >= len(found.log.metadata):
             return lines  # it did not come as far
-    logs = _logs_of(region, found.log)
+    logs = _logs_of(recording, found.log)
     if logs is not None and not logs.first == len(logs.then) == len(logs.now):
         lines += _parted(logs)
     elif where is None:
@@ -187,14 +187,14 @@ def _operator(region: Region, difference: Difference, found: Rerun) -> list[str]
     elif operator is not None:
         lines += ["First operator that differs, as the recompute runs it:", *_described(operator)]
         if difference.kind in ("too many", "too few"):
-            lines.append(_saved(region, found.log, where))
+            lines.append(_saved(recording, found.log, where))
     else:
         last = found.log.savers.get(where.first - 1)
         if last is None:
             lines.append("The recompute leaves out the first tensors that the forward saved.")
         else:
             lines += ["The recompute leaves something out. The last operator that both ran:", *_described(last)]
-        lines.append(_saved(region, found.log, where))
+        lines.append(_saved(recording, found.log, where))
     if found.log.is_compiled:
         lines.append("Part of the region is compiled; to find the operator it ran eagerly, and may save other tensors.")
     return lines
@@ -210,9 +210,9 @@ def _described(operator: LoggedOperator) -> list[str]:
     ]
 
 
-def _saved(region: Region, log: OperatorLog, where: Divergence) -> str:
+def _saved(recording: Recording, log: OperatorLog, where: Divergence) -> str:
     sides: list[str] = []
-    for name, metadata, end in (("forward", region.metadata, where.then), ("recompute", log.metadata, where.now)):
+    for name, metadata, end in (("forward", recording.metadata, where.then), ("recompute", log.metadata, where.now)):
         these = [words(one) for one in metadata[where.first : end]]
         shown = "; ".join(these[:2]) + (f"; {len(these) - 2} more" if len(these) > 2 else "")
         sides.append(f"the {name} saved {shown}" if these else f"the {name} saved nothing")
@@ -230,13 +230,13 @@ class _Logs(NamedTuple):
     first: int
 
 
-def _logs_of(region: Region, recompute: OperatorLog | None) -> _Logs | None:
-    logs = [call.log for call in region.made if call.log is not None]
+def _logs_of(recording: Recording, recompute: OperatorLog | None) -> _Logs | None:
+    logs = [call.log for call in recording.calls if call.log is not None]
     if not logs:
         return None
     then = [one for log in logs for one in log.operators]
     now = [] if recompute is None else recompute.operators
-    if any(call.is_under_autocast for call in region.made):
+    if any(call.is_under_autocast for call in recording.calls):
         # Which casts run depends on the contents of autocast's cache, which is no error; the cast tensors show it as
         # well.
         then, now = ([one for one in side if one.name != _CAST] for side in (then, now))

@@ -9,14 +9,13 @@ Missing on purpose: the operators of compiled code. It runs eagerly under a mode
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, cast
+from types import FrameType
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -24,25 +23,23 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.compiled_code import enters_compiled_code
 from torchremat._compat.functions import noted_functions, saving_function
-from torchremat._compat.modes import EagerMode, sequence_number, set_versions
+from torchremat._compat.modes import EagerMode, sequence_number
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
+from torchremat.frames import MODULE_CALL, OURS, TORCH, module_of, running
 from torchremat.state.code import function_of
 from torchremat.tensors.held import holding
-from torchremat.tensors.metadata import metadata_of, version_of
+from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import tensors_in
+from torchremat.tensors.versioned import Versioned
 
 if TYPE_CHECKING:
-    from torchremat.regions.calls import Body
     from torchremat.tensors.metadata import Metadata
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OWN = str(Path(__file__).parents[2]) + os.sep
-_CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
 _FUNCTIONAL = nn.functional.__file__
 _MACHINERY = tuple(
-    str(Path(_TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
+    str(Path(TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
 )
-_CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
+_CHECKPOINT = str(Path(TORCH, "utils", "checkpoint.py"))
 
 # Hooks and regions call `detach` themselves, once or twice; it computes nothing.
 _SILENT = ("aten.detach", "aten.alias")
@@ -170,13 +167,15 @@ class OperatorLog(EagerMode):
         self._is_paused = False
         self._made: WeakSet[UntypedStorage] = WeakSet()
         self._overwritten: list[tuple[UntypedStorage, UntypedStorage]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[Versioned] = []
         self._pending: list[int] = []
         self._sequence = -1
         self._outermost: FrameType | None = None
         self._beside_fsdp = shards_anything()
 
-    def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
+    def run(
+        self, run: Callable[..., object], body: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> object:
         """Return the result of `run`, which is `body` or runs it, and log its operators.
 
         Args:
@@ -270,8 +269,8 @@ class OperatorLog(EagerMode):
         """Restore the values and versions of earlier tensors that were written."""
         for storage, before in reversed(self._overwritten):
             storage.copy_(before)
-        for tensor, version in reversed(self._versions):
-            set_versions((tensor,), (version,))
+        for one in reversed(self._versions):
+            one.reset()
         self._overwritten.clear()
         self._versions.clear()
 
@@ -306,19 +305,21 @@ class OperatorLog(EagerMode):
         within_torch: Source | None = None
         module: nn.Module | None = None
         function, is_compiled = "", False
-        for frame in self._frames():
+        for frame in running():
+            if frame is self._outermost:
+                break
             code = frame.f_code
             if enters_compiled_code(code):
                 self.is_compiled = is_compiled = True
-            if code is _CALL:
+            if code is MODULE_CALL:
                 if module is None:
-                    module = cast("nn.Module", frame.f_locals["self"])
+                    module = module_of(frame)
                 continue
-            if code.co_filename.startswith(_OWN):
+            if code.co_filename.startswith(OURS):
                 continue
             if code.co_name == "save_inputs" and code.co_filename == _CHECKPOINT and source is None:
                 custom = "checkpoint"  # which packs its inputs by itself, without a node
-            if not code.co_filename.startswith(_TORCH):
+            if not code.co_filename.startswith(TORCH):
                 source = source or _source(frame)
             elif source is None:
                 if code.co_filename == _FUNCTIONAL and not function:
@@ -326,12 +327,6 @@ class OperatorLog(EagerMode):
                 if not code.co_filename.startswith(_MACHINERY):
                     within_torch = within_torch or _source(frame)
         return SourcePlace(source or within_torch or _NOWHERE, module, function, custom, is_compiled)
-
-    def _frames(self) -> Iterator[FrameType]:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame is not self._outermost:
-            yield frame
-            frame = frame.f_back
 
     def path(self, module: nn.Module | None) -> str:
         """Return the name of a module, or of the module whose forward is the body."""
@@ -351,7 +346,7 @@ class OperatorLog(EagerMode):
             if not writes and (argument.alias_info is None or not argument.alias_info.is_write):
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            self._versions += [(one, version_of(one)) for one in tensors_in(value) if version_of(one) >= 0]
+            self._versions += map(Versioned, tensors_in(value))
             for storage in _storages(value):
                 if storage not in self._made:
                     self._made.add(storage)

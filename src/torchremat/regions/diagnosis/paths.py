@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, cast
 
-from torch import nn
-
+from torchremat.frames import running_modules
+from torchremat.regions.calls import Call
 from torchremat.regions.diagnosis.captures import Reach
-
-if TYPE_CHECKING:
-    from torchremat.regions.calls import Call
-
-_CALL = nn.Module._call_impl.__code__  # the frame that every call of a module has
 
 
 class ModulePaths:
@@ -44,13 +36,10 @@ class ModulePaths:
 
     def _running(self) -> Iterator[str]:
         names = self._found()
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code is _CALL:
-                path = names.get(id(cast("nn.Module", frame.f_locals["self"])))
-                if path is not None:
-                    yield path
-            frame = frame.f_back
+        for module in running_modules():
+            path = names.get(id(module))
+            if path is not None:
+                yield path
 
     def _found(self) -> dict[int, str]:
         if self._names is None:

@@ -15,22 +15,22 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchremat._compat.accelerators import devices_in_use
+from torchremat._compat.begun_devices import devices_in_use
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.diagnosis.captures import Reach, StateChange
 from torchremat.regions.diagnosis.operators import OperatorLog
 from torchremat.regions.recompute import RegionRecompute
-
-if TYPE_CHECKING:
-    from torchremat.regions.region import Region
+from torchremat.regions.recording import Recording
+from torchremat.regions.refilling import Refill
+from torchremat.regions.settings import Settings
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +75,15 @@ PYTHON = "Python's `random`"
 NUMPY = "`numpy.random`"
 DEFAULT = "torch's default generator of "
 
+_UNCHECKED = Settings(check="none")
+_NOTHING = -1  # the number of a saved tensor, which none has
 
-def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
+
+def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
     """Run a region once more and return the findings.
 
     Args:
-        region: The region; none of its checks runs.
+        recording: What the region noted of its forward; none of its checks runs.
         flipped: Modules to run with the other training flag, their submodules included.
 
     Raises:
@@ -88,7 +91,7 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
     """
     if _here.is_running:
         raise UnsupportedError("it was found while another region ran again for its message")
-    reach = Reach(region.made, region.label)
+    reach = Reach(recording.calls, recording.label)
     reach.look()
     found = Rerun(_Log(reach.names), reach)
     cast("_Log", found.log).found = found
@@ -101,7 +104,7 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         warnings.simplefilter("ignore")  # they were shown before
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
-        recompute = RegionRecompute(region, None, None, found.log, checks=False)
+        recompute = RegionRecompute(Refill(recording, _UNCHECKED, [], None, _NOTHING), found.log, checks=False)
         stack.callback(recompute.end)
         try:
             recompute.run()

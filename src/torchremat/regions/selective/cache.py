@@ -43,7 +43,6 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.modes import alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
-from torchremat.regions.selective.draws import move
 from torchremat.regions.selective.kept import (
     KeptValue,
     Offloaded,
@@ -328,10 +327,6 @@ class KeptOutputs:
                 output = mapped(values, partial(_again, selection))
             except _GoneError:
                 output = None
-        if output is None:
-            return None
-        if self.draws is not None:
-            move(*self.draws)  # See NOTE [ Selective recompute ], 6
         return output
 
 

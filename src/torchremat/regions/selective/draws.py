@@ -7,20 +7,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-from torch import Tensor
-
 from torchremat._compat.transforms import is_in_batch, outside_batches
-from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.ambient.generators import set_generator
 from torchremat.regions.threads import thread
-
-
-def move(generator: torch.Generator | torch.device, state: Tensor) -> None:
-    """Set a generator, or a device's generator, to the state after an operator that does not run again."""
-    moved = thread.now.moved
-    if moved is not None and generator not in moved:
-        moved[generator] = get_generator(generator)
-    set_generator(generator, state)
 
 
 class PutBack(AbstractContextManager[None]):

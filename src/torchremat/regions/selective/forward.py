@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
+from torchremat.regions.calls import Body, Call
 from torchremat.regions.diagnosis.paths import ModulePaths
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.draws import PutBack
 from torchremat.regions.selective.kept import KeptValue, StoredOutput, memory_of
-from torchremat.regions.selective.mode import Collecting, Replaying, SeenBy, unseen
-from torchremat.regions.slots import Served, Slot
+from torchremat.regions.selective.mode import SeenBy, unseen
+from torchremat.regions.selective.watching import Collecting, Replaying
+from torchremat.regions.settings import Settings
+from torchremat.regions.slots import Recomputable, Served, Slot
 from torchremat.regions.threads import thread
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import version_of
-
-if TYPE_CHECKING:
-    from torchremat.regions.calls import Body, Call
-    from torchremat.regions.region import Region
 
 
 class Choosing:
@@ -32,15 +30,22 @@ class Choosing:
 
     Args:
         region: The region.
+        settings: How it behaves.
         around: The watcher of the operators around the call.
         call: The call, which gets the selection.
         tensors: The tensors among its arguments.
     """
 
     def __init__(
-        self, region: Region, around: Collecting | Replaying | None, call: Call, tensors: list[Tensor]
+        self,
+        region: Recomputable,
+        settings: Settings,
+        around: Collecting | Replaying | None,
+        call: Call,
+        tensors: list[Tensor],
     ) -> None:
         self._region = region
+        self._settings = settings
         self._call = call
         now = thread.now
         taken_over = next(now.inner, None) if now.inner is not None and now.recomputing else None
@@ -50,14 +55,13 @@ class Choosing:
         if selection is not None:
             self._run = Replaying(selection, takes=False)
         else:
-            settings = region.settings
             policy = settings.policy
             if policy is None:
                 assert around is not None
                 policy = around.selection.policy  # See NOTE [ Selective recompute ], 7
             assert policy is not None
             selection = Selection(policy)
-            paths = ModulePaths(call, region.label)
+            paths = ModulePaths(call, region.recording.label)
             # An outer region may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
             self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
@@ -68,7 +72,7 @@ class Choosing:
         for tensor, source in zip(tensors, call.sources, strict=True):
             memory = memory_of(tensor)
             if memory is not None and isinstance(source, int):
-                self._held[memory] = region.inputs.held[source]
+                self._held[memory] = region.recording.inputs.held[source]
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and watch its operators."""
@@ -118,9 +122,9 @@ class Choosing:
         """Drop kept outputs that no recompute needs."""
         self._held.clear()
         if isinstance(self._run, Replaying):
-            self._run.check(self._region.name(0))
+            self._run.check(self._region.recording.name(0))
         else:
-            self.selection.settle(everything=self._is_nested or not self._region.settings.early_stop)
+            self.selection.settle(everything=self._is_nested or not self._settings.early_stop)
 
 
 class ChosenRecompute:

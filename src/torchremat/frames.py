@@ -1,0 +1,55 @@
+"""The frames of the Python stack, and of tracebacks: which code runs, for which line of the user's.
+
+Every walk over them is here, or filters one of these.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
+from typing import cast
+
+import torch
+from torch import nn
+
+# What the names of files in torch and in this package begin with.
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGES = (TORCH, OURS)
+
+# The code whose frame every call of a module has.
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+
+
+def running() -> Iterator[FrameType]:
+    """Yield the frames of the Python stack, innermost first, from the one that asks on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost frame that is neither torch's nor ours; None if none is."""
+    return next((frame for frame in running() if not frame.f_code.co_filename.startswith(PACKAGES)), None)
+
+
+def module_of(frame: FrameType) -> nn.Module:
+    """Return the module of a frame with `MODULE_CALL`."""
+    return cast("nn.Module", frame.f_locals["self"])
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose calls are running, innermost first."""
+    for frame in running():
+        if frame.f_code is MODULE_CALL:
+            yield module_of(frame)
+
+
+def steps_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the steps of a traceback, outermost first."""
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

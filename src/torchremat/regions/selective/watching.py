@@ -1,0 +1,291 @@
+"""The watchers of a call's operators: the policy is asked in the forward, and a recompute gets kept outputs.
+
+See NOTE [ Selective recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.autograd import is_accumulating
+from torchremat._compat.sharding import shards_anything
+from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.errors import CheckpointError
+from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
+from torchremat.regions.selective.cache import Operator, Selection, written_by
+from torchremat.regions.selective.kept import memory_of, tensors_in
+from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class Watching:
+    """A watcher of the operators of a call.
+
+    Attributes:
+        selection: The outputs that are kept.
+        mode: The mode that shows the operators.
+        take_off: Takes the mode off if possible here, and returns whether it did; None if it exists not only for them.
+        is_done: Whether later operators need not be seen.
+        is_away: Whether the mode is off.
+        beside_fsdp: Whether some of the operators may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
+        began_in: The code object of the frame that contains the block, if one does.
+        moved: The generators that kept draws have moved in the running recompute, with their earlier states.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.mode: object = None
+        self.take_off: Callable[[], bool] | None = None
+        self.is_done = False
+        self.is_away = False
+        self.beside_fsdp = shards_anything()
+        self.began_in: CodeType | None = None
+        self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
+
+    def rest(self) -> bool:
+        """Switch the mode off for the rest of the block if everything has been seen, and return whether that is so.
+
+        Must not be called inside an operator.
+        """
+        if self.is_done and not self.selection.looks_on and self.take_off is not None and self.take_off():
+            self.take_off = None
+            self.is_away = True
+        return self.is_away
+
+    def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator that the policy is not asked about: it may write to kept memory."""
+        op_info = known_op_info.get(id(operator)) or op_info_of(operator)
+        if op_info.writes:
+            self.selection.protect(written_by(op_info.writes, args, kwargs))
+        output = op_info.run(*args, **kwargs)
+        if op_info.says_fresh:
+            self.selection.watch(output)
+        return output
+
+
+class Collecting(Watching):
+    """The forward of a call: a policy is asked about every operator.
+
+    Args:
+        selection: Gets the kept outputs.
+        decisions: Earlier answers of a policy that depends only on the operator.
+        names: The modules of the region.
+        preserve_rng: Whether a recompute has to draw the same numbers as the forward.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        policy: Policy,
+        decisions: dict[OpInfo, Decision],
+        names: ModuleNames,
+        preserve_rng: bool,
+    ) -> None:
+        super().__init__(selection)
+        self._policy = policy
+        self._asks_first: int | None = getattr(policy, "asks_first", None)
+        selection.looks_on = not getattr(policy, "asks_about_writes", False)
+        self._decisions = decisions if getattr(policy, "by_operator", False) else None
+        self._context = OperatorContext(names)
+        self._preserve_rng = preserve_rng
+        reads_names = getattr(policy, "reads_names", False)
+        self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
+            WeakKeyDictionary() if reads_names else None
+        )
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator."""
+        if self.is_done:
+            return self.unasked(operator, args, kwargs)
+        op_info = known_op_info.get(id(operator)) or op_info_of(operator)
+        decisions = self._decisions
+        decision = None if decisions is None else decisions.get(op_info)
+        selection = self.selection
+        operators = selection.operators
+        if decision is RECOMPUTE and op_info.is_plain and self._produced is None:
+            if op_info.is_counted:
+                operators.append(op_info)  # as below, at less cost
+            output = op_info.run(*args, **kwargs)
+            if op_info.says_fresh:
+                selection.watch(output)
+            return output
+        if op_info.is_ignored or (op_info.accumulates and is_accumulating()):
+            return op_info.run(*args, **kwargs)
+        index = len(operators)
+        if op_info.is_counted:
+            operators.append(op_info)
+        written = ()
+        if op_info.writes:
+            written = written_by(op_info.writes, args, kwargs)
+            selection.protect(written)
+        output = op_info.run(*args, **kwargs)
+        if op_info.says_fresh:
+            selection.watch(output)
+        if decision is None:
+            self._context.ordinal = index
+            decision = self._ask(operator, output, *args, **kwargs)
+            if decisions is not None:
+                decisions[op_info] = decision
+        if decision is not RECOMPUTE:
+            # Tensors made in inference mode have no versions.
+            if op_info.is_kept and not torch.is_inference_mode_enabled() and not _is_view(output, args, kwargs):
+                draws = self._generator(output, kwargs) if op_info.is_random and self._preserve_rng else None
+                selection.keep(index, output, decision, draws)
+            else:
+                for tensor in (*written, *tensors_in(output)):
+                    selection.keep_memory(tensor, decision)
+        if self._produced is not None and not torch.is_inference_mode_enabled():
+            self._note(index, op_info, output, written)
+        if self._asks_first is not None and len(operators) >= self._asks_first:
+            self.is_done = selection.is_cut = True
+        return output
+
+    def _ask(self, operator: object, output: object, *args: object, **kwargs: object) -> Decision:
+        context = self._context
+        context.op_output = output
+        answer = self._policy(context, operator, *args, **kwargs)
+        context.op_output = None
+        if answer is False:
+            return RECOMPUTE
+        return decision_of(answer, self._policy)
+
+    def _generator(self, output: object, kwargs: Kwargs) -> torch.Generator | torch.device:
+        given = kwargs.get("generator")
+        if given is not None:
+            return cast("torch.Generator", given)
+        device = tensors_in(output)[0].device
+        return torch.default_generator if device.type == "cpu" else device
+
+    # ------------------------------------------------------------------------------------------------------- names
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """Ask about a named tensor."""
+        if self._produced is None:
+            return
+        decision = self._ask(operator, tensor, tensor, name)
+        memory = memory_of(tensor)
+        if decision.kind == "recompute" or memory is None:
+            return
+        selection = self.selection
+        found = self._produced.get(memory)
+        if found is None or found.number in selection.kept or tensor._version != found.version:
+            selection.keep_memory(tensor, decision)
+            return
+        # The operator's output, of which the tensor is a view.
+        output = tensor.detach()
+        if output.dtype != found.dtype:
+            output = output.view(found.dtype)
+        selection.keep(found.number, output.as_strided(found.shape, found.strides, found.offset), decision, None)
+
+    def _note(self, index: int, op_info: OpInfo, output: object, written: object) -> None:
+        assert self._produced is not None
+        for tensor in tensors_in(output):
+            memory = memory_of(tensor)
+            if memory is None or (not op_info.is_kept and not written and memory in self._produced):
+                continue  # a view of another operator's output
+            if op_info.is_kept and not op_info.is_random and isinstance(output, Tensor):
+                self._produced[memory] = _Produced(
+                    index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
+                )
+            else:
+                self._produced.pop(memory, None)
+
+
+def _is_view(output: object, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an operator has returned memory of its arguments without declaring it."""
+    given = {memory_of(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)}
+    return any(memory in given for tensor in tensors_in(output) if (memory := memory_of(tensor)) is not None)
+
+
+class _Produced(NamedTuple):
+    """An operator's only output, which may get a name later."""
+
+    number: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+
+class Replaying(Watching):
+    """A recompute of a call: kept outputs take the place of running their operators.
+
+    Args:
+        selection: The kept outputs.
+        takes: Whether this is the last recompute, so that kept outputs are removed. See NOTE [ Selective recompute ],
+            5.
+        is_running: Whether the forward still runs, so that the recompute may get further than it.
+    """
+
+    def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
+        super().__init__(selection)
+        self._operators = selection.operators
+        self._kept = selection.kept
+        self._takes = takes
+        self._is_running = is_running
+        self._count = 0
+        self.difference: str | None = None
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator, or return its kept output."""
+        index = self._count
+        selection = self.selection
+        operators = self._operators
+        if self.is_done:
+            return self.unasked(operator, args, kwargs)
+        op_info = operators[index] if index < len(operators) else None
+        if op_info is None or op_info.operator is not operator:
+            op_info = op_info_of(operator)
+            if not (
+                self.difference
+                or not op_info.is_counted
+                or (self._is_running and index >= len(operators))
+                or (op_info.accumulates and is_accumulating())
+            ):
+                self.difference = selection.difference(index, operator)
+            return op_info.run(*args, **kwargs)
+        if op_info.accumulates and is_accumulating():
+            return op_info.run(*args, **kwargs)
+        self._count = index + 1
+        self.is_done = selection.is_cut and index + 1 == len(operators)
+        kept = self._kept.get(index)
+        if kept is not None:
+            output = kept.again(selection)
+            if output is None or self._takes:
+                selection.drop(index)
+            if output is not None:
+                if kept.draws is not None:
+                    self._move(*kept.draws)
+                return output
+        if op_info.writes:
+            selection.protect(written_by(op_info.writes, args, kwargs))
+        return op_info.run(*args, **kwargs)
+
+    def _move(self, generator: torch.Generator | torch.device, state: Tensor) -> None:
+        """Set a generator to the state after an operator that does not run again."""
+        # See NOTE [ Selective recompute ], 6
+        if self.moved is not None and generator not in self.moved:
+            self.moved[generator] = get_generator(generator)
+        set_generator(generator, state)
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """No-op: the forward has decided."""
+
+    def check(self, region: str) -> None:
+        """Raise if the recompute has run other operators than the forward."""
+        if self.difference is not None:
+            raise CheckpointError(
+                f"{region}: {self.difference}. Outputs are kept by a policy, and would have been given to the wrong "
+                "operators. The function does not do the same twice: look for a branch on data or on state that has "
+                "changed, a cache that the forward filled, a hook on modules that was not there in both, or remove the "
+                "policy."
+            )
