@@ -80,6 +80,12 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, ca
             assert masked(printed) == masked(shown)
 
 
+def test_the_library_again_has_200_lines():
+    page = ROOT / "docs" / "how-it-works.md"
+
+    assert 150 < sum(code.count("\n") for _, code, _ in python_blocks(page)) <= 200
+
+
 # Modules as a whole, and names without a door.
 ELSEWHERE = {
     "errors",
