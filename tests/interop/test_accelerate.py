@@ -177,7 +177,7 @@ def test_mistakes_are_told():
 
     with pytest.raises(torchremat.BudgetError, match="is not a size"):
         prepare(accelerator, model, optimizer, step, budget="20Gigs")
-    with pytest.raises(torchremat.StepError, match=r"accelerator: an accelerate\.Accelerator is needed"):
+    with pytest.raises(torchremat.StepError, match=r"accelerator: expected an accelerate\.Accelerator"):
         prepare(model, accelerator, optimizer, step, budget="75%")
     with pytest.raises(torchremat.StepError, match="the step returned None"):
         prepare(accelerator, model, optimizer, lambda model: None, budget="75%")

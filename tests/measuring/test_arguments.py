@@ -67,8 +67,8 @@ def test_a_step_that_is_a_module_comes_second(call):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((nn.Linear(2, 2),), "step: a function that returns the loss is needed, got NoneType"),
-        (([nn.Linear(2, 2)], lambda model: None), "model: a torch.nn.Module is needed, got list"),
+        ((nn.Linear(2, 2),), "step: expected a function that returns the loss, got NoneType"),
+        (([nn.Linear(2, 2)], lambda model: None), "model: expected a torch.nn.Module, got list"),
         ((lambda model: None,), r"it is called as `step\(\)`"),
     ],
     ids=["no step", "no model", "no model for the step"],

@@ -150,7 +150,7 @@ def test_timelines_of_several_processes_become_one():
     first, second = timeline(("F0.0", 0, 1), stages=2), timeline(("F1.0", 1, 3), stages=2)
 
     assert merge([first, second]) == timeline(("F0.0", 0, 1), ("F1.0", 1, 3), stages=2)
-    with pytest.raises(ScheduleError, match="timelines of one pipeline are needed"):
+    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
         merge([first, timeline(stages=3)])
-    with pytest.raises(ScheduleError, match="timelines of one pipeline are needed"):
+    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
         merge([])

@@ -54,20 +54,23 @@ def test_a_description_by_hand_needs_no_more_than_its_fields(tmp_path):
     [
         ({"flops": None, "latency_s": None}, "misses flops, latency_s"),
         ({"clock": 5}, "has clock, which no device has"),
-        ({"memory_bytes": 1.5}, "memory_bytes is 1.5, an int is needed"),
-        ({"bandwidth": 0}, "bandwidth is 0, a number above 0 is needed"),
-        ({"bandwidth": "fast"}, "bandwidth is 'fast', a number above 0 is needed"),
+        ({"memory_bytes": 1.5}, "memory_bytes is 1.5, expected an int"),
+        ({"bandwidth": 0}, "bandwidth is 0, expected a number above 0"),
+        ({"bandwidth": "fast"}, "bandwidth is 'fast', expected a number above 0"),
         ({"flops": {}}, "at least one dtype"),
         ({"flops": [1]}, "flops is no object of dtypes"),
-        ({"type": "tpu"}, "type is 'tpu', 'cpu' or 'cuda' is needed"),
+        ({"type": "tpu"}, "type is 'tpu', expected 'cpu' or 'cuda'"),
         ({"kernels": {"mm": [1]}}, r"kernels\['mm'\] is no list of seconds and bytes"),
         (
             {"overheads": {"region_s": 1}},
-            "object with region_s, saved_s, chosen_s, collected_s, replayed_s in seconds is needed",
+            "expected an object with region_s, saved_s, chosen_s, collected_s, replayed_s in seconds",
         ),
-        ({"overheads": {"region_s": 1, "collected_s": -1, "replayed_s": 0}}, "in seconds is needed"),
+        (
+            {"overheads": {"region_s": 1, "collected_s": -1, "replayed_s": 0}},
+            "expected an object with region_s, .* in seconds",
+        ),
         ({"kernels": []}, "kernels is no object of signatures"),
-        ({"name": ["small"]}, r"name is \['small'\], a str is needed"),
+        ({"name": ["small"]}, r"name is \['small'\], expected a str"),
         ({"version": 9}, "this torchremat reads"),
     ],
 )
@@ -112,18 +115,21 @@ def test_a_description_without_on_meta_is_told_what_it_needs(call, device):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_bytes": 1.5}, "memory_bytes is 1.5, an int is needed"),
-        ({"block_bytes": 0.5}, "block_bytes is 0.5, an int is needed"),
-        ({"overheads": None}, "overheads is None, Overheads in seconds of at least 0 are needed"),
-        ({"overheads": Overheads(region_s=-1, collected_s=0, replayed_s=0)}, "in seconds of at least 0 are needed"),
-        ({"kernels": None}, "kernels is None, a dict of MeasuredKernel by signature is needed"),
-        ({"kernels": {"a": 3}}, r"kernels\['a'\] is 3, a MeasuredKernel by its signature is needed"),
+        ({"memory_bytes": 1.5}, "memory_bytes is 1.5, expected an int"),
+        ({"block_bytes": 0.5}, "block_bytes is 0.5, expected an int"),
+        ({"overheads": None}, "overheads is None, expected Overheads in seconds of at least 0"),
+        (
+            {"overheads": Overheads(region_s=-1, collected_s=0, replayed_s=0)},
+            "expected Overheads in seconds of at least 0",
+        ),
+        ({"kernels": None}, "kernels is None, expected a dict of MeasuredKernel by signature"),
+        ({"kernels": {"a": 3}}, r"kernels\['a'\] is 3, expected a MeasuredKernel by its signature"),
         (
             {"kernels": {"a": MeasuredKernel(seconds=-1.0, workspace_bytes=0, storage_bytes=())}},
-            r"kernels\['a'\] is .*seconds and bytes of at least 0 are needed",
+            r"kernels\['a'\] is .*expected seconds and bytes of at least 0",
         ),
-        ({"host_bandwidth": 0}, "host_bandwidth is 0, a number above 0 is needed, or None"),
-        ({"bandwidth": 0, "name": 3}, "bandwidth is 0, a number above 0 is needed; name is 3, a str is needed"),
+        ({"host_bandwidth": 0}, "host_bandwidth is 0, expected a number above 0, or None"),
+        ({"bandwidth": 0, "name": 3}, "bandwidth is 0, expected a number above 0; name is 3, expected a str"),
     ],
 )
 def test_what_no_file_may_say_no_argument_may_say(changes, message):

@@ -436,8 +436,8 @@ def test_a_file_from_before_there_were_stores_is_read(gpt, tmp_path):
 @pytest.mark.parametrize(
     ("stores", "message"),
     [
-        ([torchremat.Disk], r"stores\[0\]=.*an object with a method `put` is needed"),
-        ("disk", "a list of stores is needed"),
+        ([torchremat.Disk], r"stores\[0\]=.*expected an object with a method `put`"),
+        ("disk", "expected a list of stores"),
         (
             [torchremat.Host(), torchremat.Tiers(torchremat.Compressed(lossy=torchremat.codecs.Int8()))],
             r"stores\[1\]=Tiers.* loses digits \(Int8.*Say allow_lossy=True",

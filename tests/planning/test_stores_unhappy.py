@@ -211,9 +211,9 @@ def test_the_backward_of_a_backward(applied):
 @pytest.mark.parametrize(
     ("stores", "message"),
     [
-        ("disk", "stores='disk': a list of stores is needed"),
-        (None, "stores=None: a list of stores is needed"),
-        ([Disk], r"stores\[0\]=<class .*Disk'>: an object with a method `put`"),
+        ("disk", "stores='disk': expected a list of stores"),
+        (None, "stores=None: expected a list of stores"),
+        ([Disk], r"stores\[0\]=<class .*Disk'>: expected an object with a method `put`"),
         # Gradients would not be those of the plain run, and nobody would know: the plan's own stores lose nothing.
         (
             [torchremat.Compressed(lossy=torchremat.codecs.Int8())],

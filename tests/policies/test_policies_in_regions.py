@@ -1021,7 +1021,7 @@ def test_no_early_stop_with_a_policy():
 
 
 def test_what_is_no_policy():
-    with pytest.raises(PolicyError, match="policy='mm': a function"):
+    with pytest.raises(PolicyError, match="policy='mm': expected a function"):
         checkpointed(torch.exp, policy="mm")
     with pytest.raises(PolicyError, match="answered 'save'"):
         checkpointed(torch.exp, policy=lambda *_: "save")(torch.ones(2, requires_grad=True))

@@ -569,7 +569,7 @@ def test_what_cannot_be_given_back_is_refused(guard, kind):
 
 
 def test_a_guard_is_a_list():
-    with pytest.raises(UnsupportedError, match="guard: a list of objects is needed, got Static"):
+    with pytest.raises(UnsupportedError, match="guard: expected a list of objects, got Static"):
         checkpointed(torch.sin, guard=Static())
 
 

@@ -72,7 +72,7 @@ def test_a_word_that_is_no_action(word):
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
 @pytest.mark.parametrize("sizes", [(0, 2), (2, 0), (-1, -1)])
 def test_sizes_are_at_least_1(make, sizes):
-    with pytest.raises(ScheduleError, match="at least 1 of both is needed"):
+    with pytest.raises(ScheduleError, match="expected at least 1 of both"):
         make(*sizes)
 
 

@@ -190,7 +190,7 @@ def test_what_is_no_lossy_codec_is_refused(lossy):
 
 
 def test_what_is_no_store_is_refused():
-    with pytest.raises(UnsupportedError, match="a store is needed"):
+    with pytest.raises(UnsupportedError, match="expected a store"):
         Compressed(codecs.Int8())
 
 

@@ -52,9 +52,9 @@ def load(target: str) -> TargetStep:
     """
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
-        raise TargetError(f"{target!r}: `module:factory` is needed, like `train:build`.")
+        raise TargetError(f"{target!r}: expected `module:factory`, like `train:build`.")
     if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
-        raise TargetError(f"{module_name!r}: the name of a module is needed, like `train`, not of a file.")
+        raise TargetError(f"{module_name!r}: expected the name of a module, like `train`, not of a file.")
     found: object = _imported(module_name)
     for name in path.split("."):
         if not hasattr(found, name):
@@ -96,7 +96,7 @@ def _offered(module_name: str) -> str:
 def _subject(target: str, made: object) -> TargetStep:
     parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3):
-        raise TargetError(f"{target} returned {_described(made)}; {SHAPE} is needed.")
+        raise TargetError(f"{target} returned {_described(made)}; expected {SHAPE}.")
     model, step, optimizer = (*parts, None)[:3]
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} returned {_described(made)}; the first has to be a torch.nn.Module.")

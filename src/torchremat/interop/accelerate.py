@@ -187,9 +187,9 @@ def _training_mode(model: nn.Module) -> Generator[None]:
 
 def _check(accelerator: accelerate.Accelerator, model: nn.Module) -> None:
     if not isinstance(accelerator, accelerate.Accelerator):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"accelerator: an accelerate.Accelerator is needed, got {type(accelerator).__name__}.")
+        raise StepError(f"accelerator: expected an accelerate.Accelerator, got {type(accelerator).__name__}.")
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        raise StepError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     check_recomputes_nothing(model, "prepare")
     engine = accelerator.distributed_type.value
     if engine in ("DEEPSPEED", "MEGATRON_LM"):

@@ -258,7 +258,7 @@ def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer
     for one in found:
         if not isinstance(one, frameworks):
             return one
-    raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+    raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:

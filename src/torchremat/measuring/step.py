@@ -222,13 +222,13 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
         StepError: It is.
     """
     if not isinstance(model, nn.Module) and (needs_model or model is not None):
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        raise StepError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if not callable(step):
-        raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
+        raise StepError(f"step: expected a function that returns the loss, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         inner = [type(one).__name__ for one in optimizers_in(optimizer)]
         advice = f", which holds an optimizer: hand over that, the {inner[0]}" if inner else ""
-        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}{advice}.")
+        raise StepError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{advice}.")
 
 
 def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:

@@ -60,7 +60,7 @@ def scatter(value: object, chunks: int) -> list[Microbatch]:
     """
     batch = Microbatch.of(value)
     if not batch.tensors:
-        raise PipelineError("input: at least one tensor is needed, which is cut into microbatches along dimension 0.")
+        raise PipelineError("input: expected at least one tensor, which is cut into microbatches along dimension 0.")
     jagged = [place for place, tensor in enumerate(batch.tensors) if tensor.layout != torch.strided or tensor.is_nested]
     if jagged:
         raise PipelineError(

@@ -90,9 +90,9 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise PipelineError(f"module: an nn.Sequential is needed, got {type(module).__name__}.")
+            raise PipelineError(f"module: expected an nn.Sequential, got {type(module).__name__}.")
         if type(cast("object", chunks)) is not int or chunks < 1:
-            raise PipelineError(f"chunks={chunks!r}: an int of at least 1 is needed.")
+            raise PipelineError(f"chunks={chunks!r}: expected an int of at least 1.")
         if isinstance(checkpoint, str) and checkpoint not in get_args(Mode):
             raise PipelineError(
                 f"checkpoint={checkpoint!r}: allowed are {', '.join(map(repr, get_args(Mode)))}, or plans."
@@ -222,7 +222,7 @@ class Pipe(nn.Module):
         each = cast("Sequence[Applicable]", plans)
         if len(each) != len(self.partitions):
             raise PipelineError(
-                f"checkpoint: {len(each)} plans were given for {len(self.partitions)} stages; one for each is needed."
+                f"checkpoint: {len(each)} plans were given for {len(self.partitions)} stages; give one for each."
             )
         for plan, stage in zip(each, self.partitions, strict=True):
             plan.check(stage)

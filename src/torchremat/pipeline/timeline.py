@@ -168,7 +168,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     """
     shapes = {(one.stages, one.workers) for one in timelines}
     if len(shapes) != 1:
-        raise ScheduleError(f"timelines of one pipeline are needed, these have (stages, workers) {sorted(shapes)}")
+        raise ScheduleError(f"expected timelines of one pipeline, these have (stages, workers) {sorted(shapes)}")
     stages, workers = shapes.pop()
     return Timeline(events=tuple(event for one in timelines for event in one.events), stages=stages, workers=workers)
 

@@ -66,7 +66,7 @@ def relative_of(budget: int | str) -> Relative | None:
         return None
     percent, of = float(matched[1]), (matched[2] or "peak").lower()
     if not 0 < percent < math.inf:
-        raise BudgetError(f"budget={budget!r}: a percentage above 0 is needed.")
+        raise BudgetError(f"budget={budget!r}: expected a percentage above 0.")
     if of not in ("peak", "activations"):
         raise BudgetError(
             f'budget={budget!r}: a percentage is of the plain step\'s peak, "60%", or of what of it does not lie there '

@@ -51,7 +51,7 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
     version = values.pop("version", None)
     values.pop("schema")
     if type(version) is not int or version < 1:
-        raise PlanError(f'{source}: "version" is {version!r}, a number from 1 to {VERSION} is needed.')
+        raise PlanError(f'{source}: "version" is {version!r}, expected a number from 1 to {VERSION}.')
     if version > VERSION:
         raise PlanError(
             f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer "
@@ -152,16 +152,16 @@ def _read(value: object, kind: object, where: str) -> object:
         return _read(value, next(one for one in arguments if one is not type(None)), where)
     if origin is typing.Literal:
         if value not in arguments:
-            raise PlanError(f"{where} is {value!r}, one of {', '.join(map(repr, arguments))} is needed.")
+            raise PlanError(f"{where} is {value!r}, expected one of {', '.join(map(repr, arguments))}.")
         return value
     if origin in (tuple, frozenset):
         if not isinstance(value, list):
-            raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+            raise PlanError(f"{where} is {value!r:.60}, expected a list.")
         items = [_read(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value))]
         return origin(items)
     if origin is dict:
         if not isinstance(value, dict):
-            raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+            raise PlanError(f"{where} is {value!r:.60}, expected an object.")
         return {
             key: _read(item, arguments[1], f"{where}.{key}") for key, item in cast("dict[str, object]", value).items()
         }
@@ -174,7 +174,7 @@ def _read_plain(value: object, kind: type, where: str) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise PlanError(f"{where} is {value!r:.60}, {kind.__name__} is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected {kind.__name__}.")
     if isinstance(value, int) and value < 0:
         raise PlanError(f"{where} is {value}, which is negative.")
     return value
@@ -182,7 +182,7 @@ def _read_plain(value: object, kind: type, where: str) -> object:
 
 def _read_fields(value: object, kind: type, where: str) -> object:
     if not isinstance(value, dict):
-        raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected an object.")
     content = cast("dict[str, object]", value)
     types_of = typing.get_type_hints(kind)
     known = {one.name: one for one in _written_fields(kind)}
@@ -205,7 +205,7 @@ def _is_node(kind: object) -> bool:
 
 def _nodes(value: object, where: str) -> tuple[KeepNode | RegionNode, ...]:
     if not isinstance(value, list):
-        raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected a list.")
     return tuple(_node(item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value)))
 
 

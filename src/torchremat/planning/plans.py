@@ -297,7 +297,7 @@ class Plan(ViewedOverTime):
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise PlanError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+            raise PlanError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         there = self.parameters
         problems = [f"`{name}` is missing in the model" for name in there if name not in here]

@@ -74,7 +74,7 @@ def _pattern_of(operator: object) -> str:
     found = pattern_of(operator)
     if found is None:
         raise PolicyError(
-            f"save_operators: an operator such as torch.ops.aten.mm or its name is needed, got {operator!r}. Functions "
+            f"save_operators: expected an operator such as torch.ops.aten.mm or its name, got {operator!r}. Functions "
             "of torch and methods of tensors are not operators: one may run several."
         )
     return found
@@ -84,7 +84,7 @@ def _checked(wanted: str) -> str:
     namespace, _, rest = wanted.partition(".")
     if not rest:
         raise PolicyError(
-            f"save_operators({wanted!r}): a name such as 'aten.mm', 'aten.mm.default' or 'mylib.*' is needed."
+            f"save_operators({wanted!r}): expected a name such as 'aten.mm', 'aten.mm.default' or 'mylib.*'."
         )
     if namespace == "higher_order":
         return wanted

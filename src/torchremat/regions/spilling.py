@@ -70,7 +70,7 @@ def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store
     wanted = None if bytes is None else parse_bytes(bytes)
     roots = [loss] if isinstance(loss, Tensor) else list(loss)
     if not roots or not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UnsupportedError("spill: a tensor with a graph is needed, or a sequence of such tensors.")
+        raise UnsupportedError("spill: expected a tensor with a graph, or a sequence of such tensors.")
     candidates = _candidates(roots)
     movable = [one for one in candidates if one.is_movable]
     available = sum(one.storage_bytes for one in movable)

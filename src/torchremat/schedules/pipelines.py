@@ -250,4 +250,4 @@ def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int)
 
 def _check_sizes(microbatches: int, stages: int) -> None:
     if microbatches < 1 or stages < 1:
-        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: at least 1 of both is needed")
+        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: expected at least 1 of both")

@@ -44,7 +44,7 @@ class Compressed(Remade):
                 "Use torchremat.codecs.BFloat16(), Float8() or Int8(), or None to lose nothing."
             )
         if store is not None and not callable(getattr(store, "put", None)):
-            raise UnsupportedError(f"Compressed(...): a store is needed, got {store!r}.")
+            raise UnsupportedError(f"Compressed(...): expected a store, got {store!r}.")
         self.store = Keep() if store is None else store
         self.lossy = lossy
         self._codecs = _LOSSLESS if lossy is None else (*_LOSSLESS, lossy)

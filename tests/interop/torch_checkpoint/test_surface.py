@@ -147,7 +147,7 @@ def test_the_switch_for_debugging_goes_before_the_argument(module):
 
 @WAYS
 def test_what_is_no_function_is_an_error_that_says_so(use_reentrant):
-    with pytest.raises(TypeError, match="function: a callable is needed, got str"):
+    with pytest.raises(TypeError, match="function: expected a callable, got str"):
         ours.checkpoint("three", leaf(3), use_reentrant=use_reentrant)
 
 

@@ -144,7 +144,7 @@ def checkpoint(
         )
         use_reentrant = True
     if not callable(function):
-        raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
+        raise TypeError(f"function: expected a callable, got {type(function).__name__}.")
     preserve = _preserves_by_default() if preserve_rng_state is None else preserve_rng_state
     if use_reentrant:
         if kwargs:

@@ -105,7 +105,7 @@ class Skippable(nn.Module):
             SkippableError: A name is not declared, or `namespace` is not a namespace.
         """
         if not (namespace is None or isinstance(namespace, Namespace)):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise SkippableError(f"isolate({namespace!r}): a Namespace or None is needed.")
+            raise SkippableError(f"isolate({namespace!r}): expected a Namespace or None.")
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _names("only", only)
         if names - declared:
@@ -262,7 +262,7 @@ def _names(argument: str, names: object) -> frozenset[str]:
         raise SkippableError("@skippable needs its names: @skippable(stash=[...], pop=[...]).")
     found = [] if isinstance(names, str) or not isinstance(names, Iterable) else list(cast("Iterable[object]", names))
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(one, str) for one in found):
-        raise SkippableError(f"{argument}={names!r}: a list of names is needed, such as {argument}=['a'].")
+        raise SkippableError(f"{argument}={names!r}: expected a list of names, such as {argument}=['a'].")
     return frozenset(cast("list[str]", found))
 
 

@@ -140,7 +140,7 @@ def compiled(
             value.
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
-        raise UnsupportedError(f"model: a torch.nn.Module or a function is needed, got {type(model).__name__}.")
+        raise UnsupportedError(f"model: expected a torch.nn.Module or a function, got {type(model).__name__}.")
     check_flags(fullgraph=fullgraph)
     check_flags(may_be_none=True, dynamic=dynamic)
     partitioner = PeakPartitioner(budget, margin=margin, cost=cost)

@@ -112,10 +112,10 @@ class Adaptive(Generic[B]):
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
-            raise UnsupportedError(f"classes={classes!r}: an int of at least 1 is needed.")
+            raise UnsupportedError(f"classes={classes!r}: expected an int of at least 1.")
         if shape is not None and not callable(shape):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
             raise UnsupportedError(
-                f"shape={shape!r}: a function is needed that returns the sizes of a batch, or None for the sizes of "
+                f"shape={shape!r}: expected a function that returns the sizes of a batch, or None for the sizes of "
                 "all tensors in it."
             )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
