@@ -27,11 +27,11 @@ def step_of(measurement: Measurement) -> Step:
     """Return the viewable form of a measured step."""
     timeline = measurement.timeline
     start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
-    moments = (start, *(_moment(timeline, event) for event in range(len(timeline))))
+    points = (start, *(_moment(timeline, event) for event in range(len(timeline))))
     return Step(
         name=f"measured on {measurement.device}",
-        moments=moments,
-        slices=(*phases_of(moments), *_modules(timeline, row="block"), *_modules(timeline, row="module")),
+        points=points,
+        slices=(*phases_of(points), *_modules(timeline, row="block"), *_modules(timeline, row="module")),
         jumps=True,
         before_bytes=measurement.before_bytes,
     )
@@ -112,8 +112,8 @@ def _table(measurement: Measurement) -> Table:
         title="Modules",
         columns=_HEADINGS,
         rows=rows,
-        note="Highest is the most memory live while the module ran; left by forward is what came in its forward and "
-        "stayed. The times are those of the run that was traced, which is slower.",
+        note="Highest: the most memory live while the module ran. Left by forward: what its forward allocated and did "
+        "not free. Times are of the traced run, which is slower.",
     )
 
 
@@ -123,14 +123,18 @@ def page_of(measurement: Measurement) -> Page:
     return Page(
         title=f"A training step on {measurement.device}: peak {format_bytes(measurement.peak_bytes)}",
         facts=tuple(Fact(name=name.strip(), value=value, note=note) for name, value, note in measurement.rows),
-        charts=(step_chart(step, title="Memory over the step", note=_note(measurement)),) if step.moments[1:] else (),
-        tables=(_table(measurement),) if step.moments[1:] else (),
+        charts=(step_chart(step, title="Memory over the step", note=_note(measurement)),) if step.points[1:] else (),
+        tables=(_table(measurement),) if step.points[1:] else (),
     )
 
 
 def _note(measurement: Measurement) -> str:
     known = bool(measurement.timeline.operator.any())
-    lines = "Operators and lines are those of a second run, found by module, order and size." if known else ""
+    lines = "Operators and lines come from a second run, matched by module, order and size." if known else ""
     size = format_bytes(measurement.slack_bytes)
-    slack = f"The {size} beyond what was asked for are not in the curve." if measurement.slack_bytes else ""
+    slack = (
+        f"The {size} that the allocator gave beyond the requests are not in the curve."
+        if measurement.slack_bytes
+        else ""
+    )
     return " ".join(filter(None, [lines, slack]))

@@ -130,7 +130,7 @@ class Slot(Packed):
         if last:
             self.drop(current_graph_task())
             # The graph keeps this slot to its end, and must not keep the inputs of every region for as long.
-            self.region = cast("Region", _Emptied(region.metadata[self.index]))
+            self.region = cast("Region", _SpentRegion(region.metadata[self.index]))
             self.index = SPENT
             if isinstance(self, ServedSlot):
                 self.value = None
@@ -138,10 +138,10 @@ class Slot(Packed):
 
     def emptied(self) -> Slot:
         """Return a slot with only the same metadata."""
-        return Slot(cast("Region", _Emptied(self.metadata)), SPENT)
+        return Slot(cast("Region", _SpentRegion(self.metadata)), SPENT)
 
 
-class _Emptied:
+class _SpentRegion:
     """Replaces the region of a slot that has handed out its tensor for the last time."""
 
     __slots__ = ("inputs", "metadata")

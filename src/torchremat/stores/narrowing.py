@@ -151,7 +151,7 @@ class Surrogate(InCatalog):
 
 
 @dataclass(frozen=True)
-class _Written(InCatalog):
+class _WrittenAfterSave(InCatalog):
     """A tensor that was written after it was saved, by the operation that saves it."""
 
     message: str
@@ -251,7 +251,7 @@ class SlotWatch(TorchFunctionMode):
                 now = one.tensor._version
                 if now != one.version:
                     written = written_since(one.tensor, version=one.version, now=now)
-                    one.narrowable.put(_Written(str(written), metadata_of(one.tensor)))
+                    one.narrowable.put(_WrittenAfterSave(str(written), metadata_of(one.tensor)))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(one.tensor, slot)

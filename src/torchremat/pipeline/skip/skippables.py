@@ -125,7 +125,7 @@ class Skippable(nn.Module):
         """
         tracker = current_skip_tracker()
         popped = {key[1]: tracker.load(*key) for key in self.poppable()}
-        exchange = _Exchange(self, popped)
+        commands = _Commands(self, popped)
         output = self.module(*args, **kwargs)
         if isinstance(output, GeneratorType):
             if is_wrapped(self.module):
@@ -133,14 +133,14 @@ class Skippable(nn.Module):
                     f"{type(self).__name__}: the module inside, `.module`, is wrapped, and its forward is a generator, "
                     "which would run outside of the region. Wrap the skippable module itself."
                 )
-            output = exchange.run(cast("Generator[object, object, object]", output))
-        exchange.check()
+            output = commands.run(cast("Generator[object, object, object]", output))
+        commands.check()
         for key in self.stashable():
-            tracker.save(*key, exchange.stashed[key[1]])
+            tracker.save(*key, commands.stashed[key[1]])
         return output
 
 
-class _Exchange:
+class _Commands:
     """The commands of one forward."""
 
     def __init__(self, module: Skippable, popped: dict[str, object]) -> None:
