@@ -155,7 +155,7 @@ def test_mistakes_with_shapes_are_told():
         prepare(accelerator, model, optimizer, lambda model: None, budget="2MB", shapes=True)
     with pytest.raises(torchremat.BudgetError, match="give the budget in bytes"):
         prepare(accelerator, model, optimizer, loss_of, budget="70%", shapes=True)
-    with pytest.raises(torchremat.StepError, match=r"`prepare\(..., shapes=True\)` has returned"):
+    with pytest.raises(torchremat.StepError, match=r"the one that `prepare\(..., shapes=True\)` returned"):
         within_budget(optimizer, batch).__enter__()
     model, optimizer = prepare(accelerator, model, optimizer, loss_of, budget=700_000, shapes=True, **QUICK)
     accelerator.backward(loss_of(model, batch))

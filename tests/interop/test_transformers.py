@@ -253,7 +253,7 @@ def test_a_budget_above_the_device_has_no_advice_on_batches(tmp_path):
 
 
 def test_two_budgets_are_refused(tmp_path):
-    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of them"):
+    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of these callbacks"):
         train(tmp_path, [budget("75%"), budget("75%")])
 
 

@@ -34,7 +34,7 @@ def test_the_old_order_works_and_says_the_new_one(call, how):
     model, step = subject()
     expected = size_of(call(model, step))
 
-    said = rf"^{call.__name__}\(step, model\) is {call.__name__}\(model, step\) from 0.2 on.*goes in 0.3\.$"
+    said = rf"^{call.__name__}\(step, model\) is now {call.__name__}\(model, step\).*; 0.3 will remove the old order\.$"
     with pytest.warns(DeprecatedWarning, match=said) as caught:
         found = call(step, model) if how == "by place" else call(step, model=model)
 

@@ -616,7 +616,7 @@ def test_a_dtype_can_be_changed_and_a_device_cannot():
     [
         (lambda: Pipe(nn.Linear(1, 1), [1], devices=CPUS), "expected an nn.Sequential, got Linear"),
         (lambda: Pipe(layers(), [1, 1], devices=CPUS), r"has 4 layers, and the balance \[1, 1\] is for 2"),
-        (lambda: Pipe(layers(), [4, 0], devices=CPUS), r"at least 1, and it is \[4, 0\]"),
+        (lambda: Pipe(layers(), [4, 0], devices=CPUS), r"at least 1, got \[4, 0\]"),
         (lambda: Pipe(layers(), [2, 2], devices=["cpu"]), "2 stages need as many devices, and there are 1"),
         (lambda: Pipe(layers(), [4], devices=CPUS, chunks=0), "chunks=0: expected an int of at least 1"),
         (lambda: Pipe(layers(), [4], devices=CPUS, chunks=2.5), "chunks=2.5"),

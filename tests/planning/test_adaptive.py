@@ -701,7 +701,7 @@ def test_an_optimizer_counts():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"budget": "60%"}, BudgetError, "another for each shape"),
+        ({"budget": "60%"}, BudgetError, "differs from shape to shape"),
         ({"budget": 0}, BudgetError, "budget|size"),
         ({"cost": "joules"}, UnsupportedError, "cost='joules'"),
         ({"over": "ignore"}, UnsupportedError, "over='ignore'"),

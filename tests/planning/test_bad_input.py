@@ -269,8 +269,8 @@ def test_what_is_no_model_is_named_where_plans_and_regions_go():
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        ("gpu", r"device='gpu' is no device, like \"cpu\" or \"cuda:0\""),
-        (object(), r"device=<object .* is no device"),
+        ("gpu", r"device='gpu' is not a device such as \"cpu\" or \"cuda:0\""),
+        (object(), r"device=<object .* is not a device"),
         (f"cuda:{torch.cuda.device_count()}", r"torch finds \d+ CUDA devices here"),
         ("meta", r"on cpu and cuda, not on meta"),
     ],

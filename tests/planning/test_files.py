@@ -100,7 +100,7 @@ def test_other_options_of_a_kept_unit_are_written_out(path):
         (
             (KeepNode(0, 1), KeepNode(1), KeepNode(2), KeepNode(3)),
             ((0,), (0, 1)),
-            r"numbers of operators that there are not: \(0, 1\)",
+            r"numbers of operators that do not exist: \(0, 1\)",
         ),
     ],
 )
@@ -122,16 +122,16 @@ def test_what_is_stored_belongs_to_the_plan(path, astray, stores):
 
     replace(made(), stored=(stored,), stores=("Disk('.')",) * stores).save(path)
 
-    with pytest.raises(PlanError, match="`stored` names stores or units that there are not"):
+    with pytest.raises(PlanError, match="`stored` names stores or units that do not exist"):
         Plan.load(path)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no plan, it is not JSON"),
-        ("{", "no plan, it is not JSON"),
-        ("\0\0", "no plan, it is not JSON"),
+        ("", "not a plan, it is not JSON"),
+        ("{", "not a plan, it is not JSON"),
+        ("\0\0", "not a plan, it is not JSON"),
         ("[]", '"schema" is not "torchremat.plan"'),
         ("3", '"schema" is not "torchremat.plan"'),
         ("null", '"schema" is not "torchremat.plan"'),
@@ -148,7 +148,7 @@ def test_what_is_stored_belongs_to_the_plan(path, astray, stores):
             "the plan has version 7, this torchremat reads up to 1. Install a newer torchremat, or plan again",
         ),
         ('{"schema": "torchremat.plan", "version": 1}', "budget_bytes is missing; .*plain_curve is missing"),
-        ("[" * 100_000, "no plan, it is nested too deeply"),
+        ("[" * 100_000, "not a plan, it is nested too deeply"),
     ],
     ids=lambda value: repr(value[:40]),
 )
@@ -208,7 +208,7 @@ def _set(*keys, value):
         (_set("plain_seconds", value=float("nan")), r"plain_seconds is nan, expected float"),
         (_set("plain_seconds", value=float("inf")), r"plain_seconds is inf, expected float"),
         (_set("plain_seconds", value=None), r"plain_seconds is None, expected float"),
-        (_set("plain_seconds", value=10**400), r"plain_seconds is 2\*\*1328 or more, which no number of a plan is"),
+        (_set("plain_seconds", value=10**400), r"plain_seconds is 2\*\*1328 or more, too large for a plan"),
         (_set("peak_bytes", value=10**400), r"peak_bytes is 2\*\*1328 or more"),
         (_set("calls", "roots", value=[]), r"`calls` has no roots, and without one nothing is recomputed"),
         (_set("cost", value="money"), r"cost is 'money', expected one of 'seconds', 'flops'"),

@@ -396,7 +396,7 @@ def test_stores_that_a_plan_was_not_made_with_are_refused():
     without = torchremat.plan(model, own, budget="100%")
     with_a_store = torchremat.plan(model, own, budget="100%", stores=[torchremat.Host()])
 
-    with pytest.raises(PlanError, match=r"the plan was made without stores, so that 1 given here would hold nothing"):
+    with pytest.raises(PlanError, match=r"the plan was made without stores, so the 1 given here would hold nothing"):
         without.apply(model, stores=[torchremat.Host()])
     with pytest.raises(PlanError, match=r"was made with 1 of them, \[.*\]; 2 are given"):
         with_a_store.apply(model, stores=[torchremat.Host(), torchremat.Host()])

@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(ap
 
     with failing(monkeypatch, "pwrite", no_space, after=1):
         # On a slow disk a step has put all there is before a write fails; then the next one is told.
-        with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are; this is said once"):
+        with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are. This warning is"):
             found = [outcome(model, step) for _ in range(2)]
         assert [differences(one, plain) for one in found] == [[], []]
         assert disk.statistics.failed > 0

@@ -942,7 +942,7 @@ def test_a_name_that_was_never_given_is_an_error_that_lists_those_that_were():
     block, x = block_and_input()
     loss = checkpointed(block, policy=save_only_these_names("upp"))(x).sum()
 
-    with pytest.raises(PolicyError, match=r"'upp'\).*no tensor.*called 'upp'.*Names that there are: 'up'"):
+    with pytest.raises(PolicyError, match=r"'upp'\).*no tensor.*called 'upp'.*Existing names: 'up'"):
         loss.backward()
 
 
@@ -1082,7 +1082,7 @@ def test_operators_are_named_in_many_ways():
         "mm": "a name such as",
         "aten.mmm": "has no operator `mmm`. Closest: aten.mm",
         "aten.mm.other": "no overload `other`. It has: ",
-        "nowhere.mm": "is no namespace",
+        "nowhere.mm": "is not a namespace",
     }.items():
         with pytest.raises(PolicyError, match=message):
             save_operators(wrong)

@@ -68,7 +68,7 @@ def test_options(options):
         ({"check": "values", "check_every": 0}, r"check_every=0: expected an int of at least 1"),
         ({"check_every": 2}, r"check_every=2: only check='values' can be left out now and then"),
         ({"guard": 3}, r"guard: expected a list of objects, got int"),
-        ({"guard": [torch.ones(2)]}, r"guard: Tensor cannot be changed and given back its contents"),
+        ({"guard": [torch.ones(2)]}, r"guard: the contents of Tensor cannot be restored"),
         ({"debug": "yes"}, r"debug='yes': expected True or False"),
         ({"preserve_rng": 1}, r"preserve_rng=1: expected True or False"),
         ({"early_stop": None}, r"early_stop=None: expected True or False"),

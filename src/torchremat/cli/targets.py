@@ -61,11 +61,11 @@ def load(target: str) -> TargetStep:
             raise TargetError(f"module {module_name!r} has no {path!r}.{_offered(module_name)}")
         found = getattr(found, name)
     if not callable(found):
-        raise TargetError(f"{target} is no function but a {type(found).__name__}; it has to return {SHAPE}.")
+        raise TargetError(f"{target} is a {type(found).__name__}, not a function that returns {SHAPE}.")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise TargetError(f"{target} is called without arguments, which it does not take: {error}.") from error
+        raise TargetError(f"{target} has to take no arguments: {error}.") from error
     except ValueError:  # some callables of C have no signature
         pass
     return _subject(target, cast("Callable[[], object]", found)())
@@ -80,7 +80,9 @@ def _imported(name: str) -> object:
         # A module that this module imports may be missing too; that is the user's own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise TargetError(f"there is no module {error.name!r} here or among what is installed.") from error
+        raise TargetError(
+            f"there is no module {error.name!r} in this folder or among the installed packages."
+        ) from error
 
 
 def _offered(module_name: str) -> str:

@@ -237,8 +237,8 @@ def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise UnsupportedError(
             f"{owner}: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
-            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: the "
-            "budget recomputes as much as has to be, and no more."
+            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: "
+            "with a budget, only as much is recomputed as has to be."
         )
 
 
@@ -297,7 +297,7 @@ def _advised(training: Training) -> Generator[None]:
 
 
 def _no_loss(model: nn.Module, batch: object) -> object:
-    raise bug("a step is run that is not under way")
+    raise bug("a step runs that has not begun")
 
 
 def _sizes_of(batch: object) -> Sizes:

@@ -85,5 +85,5 @@ def _blocks(report: SavedReport) -> Table:
         title="Blocks as regions",
         columns=("as a region", "frees", "keeps"),
         rows=tuple(rows),
-        note="What would go if the block were recomputed, and what the region would hold for that.",
+        note="What a recompute of the block would free, and what the region would hold for it.",
     )

@@ -78,14 +78,14 @@ def run_backward(loss: Tensor) -> None:
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise StepError(
-                "the step has run backward itself, or the loss hangs on a graph of an earlier step that has been "
+                "the step has run backward itself, or the loss depends on a graph of an earlier step that has been "
                 "freed. Return the loss without calling backward, and build the whole graph anew in each step."
             ) from error
         if "call `fabric.backward(loss)`" in str(error):
             raise UnsupportedError(
-                "Lightning Fabric runs backward by `fabric.backward(loss)` alone under this precision, which may scale "
-                "the loss, and a call of this object runs `loss.backward()`. Of `Adaptive`, use the block: `with "
-                "adaptive.under(batch): fabric.backward(step(model, batch))`; `fit` and `plan` need nothing."
+                "Lightning Fabric needs `fabric.backward(loss)` under this precision, which may scale the loss, but "
+                "a call of this object runs `loss.backward()`. With `Adaptive`, use the block `with "
+                "adaptive.under(batch): fabric.backward(step(model, batch))`; `fit` and `plan` work as they are."
             ) from error
         raise
 
@@ -240,8 +240,8 @@ def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) 
     steps_on = parameters_of([optimizer])
     if {id(one) for one in steps_on}.isdisjoint(map(id, tensors)):
         raise StepError(
-            f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would step on nothing "
-            "that this step trains. Give the model's own; make it after whatever replaces the parameters, such as "
+            f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would train nothing of "
+            "this step. Pass the model's optimizer, and make it after calls that replace parameters, such as "
             "`fully_shard`."
         )
 

@@ -132,8 +132,8 @@ class Pipe(nn.Module):
         """
         if is_checkpointing() or is_recomputing():
             raise UnsupportedError(
-                "a Pipe was called in a region, and its stages run in threads of their own, which the region does not "
-                "see. Pipe recomputes by itself: see its `checkpoint`."
+                "a Pipe was called in a region, and its stages run in threads of their own, which the region does "
+                "not see. A Pipe recomputes by itself: use its `checkpoint` argument."
             )
         if is_transformed():
             raise UnsupportedError(
@@ -183,8 +183,8 @@ class Pipe(nn.Module):
             found = fn(torch.empty(0, device=device)).device
             if found != device:
                 raise UnsupportedError(
-                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its stages "
-                    "are. Say so when it is made, by `devices`."
+                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its "
+                    "stages are. Choose the devices when you make it, with `devices=`."
                 )
         return super()._apply(fn, recurse)
 

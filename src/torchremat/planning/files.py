@@ -42,11 +42,11 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise PlanError(f"{source}: no plan, it is not JSON ({error}).") from error
+        raise PlanError(f"{source}: not a plan, it is not JSON ({error}).") from error
     except RecursionError:
-        raise PlanError(f"{source}: no plan, it is nested too deeply.") from None
+        raise PlanError(f"{source}: not a plan, it is nested too deeply.") from None
     if not isinstance(content, dict) or cast("dict[str, object]", content).get("schema") != SCHEMA:
-        raise PlanError(f'{source}: no plan, "schema" is not "{SCHEMA}".')
+        raise PlanError(f'{source}: not a plan, "schema" is not "{SCHEMA}".')
     values = dict(cast("dict[str, object]", content))
     version = values.pop("version", None)
     values.pop("schema")
@@ -61,7 +61,7 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
         plan = cast("T", _read(values, kind, source))
         _check_tree(plan, source)
     except RecursionError:
-        raise PlanError(f"{source}: no plan, its tree is nested too deeply.") from None
+        raise PlanError(f"{source}: not a plan, its tree is nested too deeply.") from None
     return plan
 
 
@@ -81,17 +81,19 @@ def _check_tree(plan: object, source: str) -> None:
     chosen = [keep.stage for keep in kept(tree) if keep.option]
     nested = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
     if nested:
-        raise PlanError(f"{source}: the tree keeps the units {nested} in part inside of regions, which nothing can do.")
+        raise PlanError(
+            f"{source}: the tree keeps the units {nested} in part inside of regions, which is not possible."
+        )
     if parts != chosen:
         raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
     missing = [one["held"] for one in held if max(one["held"], default=0) >= len(one["operators"])]
     if missing:
-        raise PlanError(f"{source}: `held` has numbers of operators that there are not: {missing[0]}.")
+        raise PlanError(f"{source}: `held` has numbers of operators that do not exist: {missing[0]}.")
     stored = cast("tuple[StoredUnit, ...]", fields_of["stored"])
     stores, speeds = (cast("tuple[object, ...]", fields_of[name]) for name in ("stores", "speeds"))
     last = max((max(one.unit, one.leaves_after, one.comes_before) for one in stored), default=0)
     if last >= len(units) or any(one.store >= len(stores) for one in stored):
-        raise PlanError(f"{source}: `stored` names stores or units that there are not.")
+        raise PlanError(f"{source}: `stored` names stores or units that do not exist.")
     if speeds and len(speeds) != len(stores):
         raise PlanError(f"{source}: there are {len(stores)} stores, and the speeds of {len(speeds)}.")
     empty = [unit for unit, made in enumerate(calls) if not made]
@@ -170,7 +172,7 @@ def _read(value: object, kind: object, where: str) -> object:
 
 def _read_plain(value: object, kind: type, where: str) -> object:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise PlanError(f"{where} is 2**{value.bit_length() - 1} or more, which no number of a plan is.")
+        raise PlanError(f"{where} is 2**{value.bit_length() - 1} or more, too large for a plan.")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):

@@ -102,7 +102,7 @@ class Planner:
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
         if self._stores and on is not None:
             raise UnsupportedError(
-                f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
+                "stores are chosen by their speed, which has to be measured on the device: leave out stores or "
                 f"on={on!r}."
             )
         self._machine, profiled, self.subject = placed(model, step, optimizer, device, on)

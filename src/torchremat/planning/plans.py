@@ -212,8 +212,8 @@ class Plan(ViewedOverTime):
         check_bare(model)
         if depth(self.tree) > DEEPEST:  # See NOTE [ How deep regions may nest ]
             raise PlanError(
-                f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's stack "
-                "has room for beside a model. Plan again: plans that are made now do not."
+                f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's "
+                "stack has room for. Plan again: this version makes no such plans."
             )
         self._check_count(given)
         offload_schedule = self._offload_schedule(given or self.given_stores)
@@ -249,8 +249,8 @@ class Plan(ViewedOverTime):
         """Raise if the given stores are not those that the plan was made with, even if the plan uses none."""
         if given and not self.stores:
             raise PlanError(
-                f"the plan was made without stores, so that {len(given)} given here would hold nothing. Leave "
-                "`stores=[...]` or `--store` out, or offer them when the plan is made."
+                f"the plan was made without stores, so the {len(given)} given here would hold nothing. Leave "
+                "`stores=[...]` or `--store` out, or pass them when you plan."
             )
         if given and len(given) != len(self.stores):
             raise PlanError(self._wrong_count(len(given)))
@@ -280,7 +280,7 @@ class Plan(ViewedOverTime):
         if not isinstance(model, nn.Module) or not self.is_on(model):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.check(model)
             raise PlanError(
-                f"this plan is not on the model; what is: {put_on(model)}. Remove the plan that was applied, or take "
+                f"this plan is not on the model. On it is {put_on(model)}. Remove the plan that was applied, or take "
                 "all off by `unwrap(model)`."
             )
         uninstall(model, self._application)

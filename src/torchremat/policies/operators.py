@@ -93,7 +93,7 @@ def _checked(wanted: str) -> str:
     if not known or (packet != "*" and packet not in known):
         close = difflib.get_close_matches(packet, known, n=5, cutoff=0.4)
         there = f"Closest: {', '.join(f'{namespace}.{one}' for one in close)}." if close else "It has none like it."
-        missing = f"has no operator `{packet}`. {there}" if known else "is no namespace that has operators."
+        missing = f"has no operator `{packet}`. {there}" if known else "is not a namespace of operators."
         raise PolicyError(f"save_operators({wanted!r}): `{namespace}` {missing}")
     overloads = overloads_of(namespace, packet) if overload else []
     if overload and overload not in overloads:

@@ -246,8 +246,8 @@ class Region:
         """Return the tensor of a slot, recomputing the region if necessary."""
         if slot.index == LOST:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised, or which planning or a report "
-                "ran without a backward; run that forward again before its backward."
+                "autograd asked for a tensor that a region saved in a forward which raised, or which planning or a "
+                "report ran without a backward; run that forward again before its backward."
             )
         if slot.value is not None:
             if self.made[-1].is_running:

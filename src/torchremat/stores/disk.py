@@ -140,7 +140,7 @@ class Disk(Remade):
             raise StoreError(message)
         if not self._warned:
             self._warned = True
-            warn(f"{message} Such tensors stay where they are; this is said once.", StoreWarning)
+            warn(f"{message} Such tensors stay where they are. This warning is shown once.", StoreWarning)
 
     def __repr__(self) -> str:
         return self._described

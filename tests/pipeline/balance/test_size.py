@@ -147,7 +147,7 @@ def test_what_cannot_be_measured():
     )
     with pytest.raises(StepError, match="chunks=0: expected a positive integer"):
         balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(8, 2), chunks=0)
-    with pytest.raises(StepError, match=r"chunks=2: the tensors .* there is none with any"):
+    with pytest.raises(StepError, match=r"chunks=2: the tensors .* but none of them has rows"):
         balance_by_size(1, nn.Sequential(nn.ReLU()), torch.tensor(1.0), chunks=2)
 
 

@@ -534,14 +534,14 @@ def test_an_optimizer_in_the_backward_is_refused():
         ({"optimizer": "adam"}, StepError, "optimizer: expected a torch.optim.Optimizer"),
         ({"budget": "1 MiB", "plan": 3}, PlanError, "`budget` and `plan` are given"),
         ({"plan": 3}, PlanError, "plan=3: expected a Plan"),
-        ({"guard": [3]}, UnsupportedError, "guard: int cannot be changed"),
+        ({"guard": [3]}, UnsupportedError, "guard: the contents of int cannot be restored"),
         ({"guard": None}, UnsupportedError, "guard=None: expected a list of the objects"),
         ({"guard": "cache"}, UnsupportedError, "guard='cache': expected a list of the objects"),
         ({"backward": 0}, UnsupportedError, "backward=0: expected a function"),
         ({"cost": "joules"}, UnsupportedError, "cost='joules': allowed are"),
         ({"budget": "1 MiB", "margin": "much"}, BudgetError, "'much' is not a size"),
         # It was taken for an option of every plan that is to come, and counted in none.
-        ({"margin": "1 MiB"}, UnsupportedError, "margin='1 MiB' is a part of a budget, and none is given"),
+        ({"margin": "1 MiB"}, UnsupportedError, "margin='1 MiB' needs a budget"),
         ({"margin": "much"}, BudgetError, "'much' is not a size"),
     ],
 )

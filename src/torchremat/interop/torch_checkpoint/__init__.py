@@ -225,8 +225,8 @@ def _in_graph() -> Callable[..., Any]:
 def _run_reentrant(function: Callable[..., Any], preserve: bool, args: tuple[object, ...]) -> object:
     if innermost_transform() is not None:
         raise UnsupportedError(
-            "a reentrant region (use_reentrant=True) goes backward by itself, which transforms of torch.func do not "
-            "see. Pass use_reentrant=False."
+            "a reentrant region (use_reentrant=True) runs a backward of its own, which transforms of torch.func do "
+            "not see. Pass use_reentrant=False."
         )
     return CheckpointFunction.apply(function, preserve, *args)
 
@@ -305,8 +305,7 @@ def checkpoint_sequential(
     functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not 1 <= segments <= max(1, len(functions)):
         raise ValueError(
-            f"segments={segments}, but there are {len(functions)} functions: from 1 to {len(functions)} segments can "
-            "be made of them."
+            f"segments={segments}, but there are {len(functions)} functions: expected 1 to {len(functions)}."
         )
     spread = len(inputs) > 1
     values: Any = inputs if spread else next(iter(inputs))

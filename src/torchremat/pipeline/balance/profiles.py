@@ -172,7 +172,7 @@ def _problems_of_chunks(chunks: int, batch: object) -> list[str]:
         return [f"chunks={chunks!r}: expected a positive integer"]
     rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     if chunks > 1 and len(rows) != 1:
-        found = f"they have {' and '.join(map(str, sorted(rows)))}" if rows else "there is none with any"
+        found = f"they have {' and '.join(map(str, sorted(rows)))}" if rows else "but none of them has rows"
         return [f"chunks={chunks}: the tensors of a batch need the same number of rows, {found}"]
     return []
 

@@ -119,8 +119,8 @@ class PeakPartitioner:
         relative = relative_of(budget)
         if relative is not None and relative.of == "smallest":
             raise BudgetError(
-                f"budget={budget!r}: of a compiled graph the smallest is not sought. Give a size, or a share of the "
-                'plain peak: "60%", "40% of activations".'
+                f"budget={budget!r}: a compiled graph has no search for the smallest budget. Give a size, or a share "
+                'of the plain peak: "60%", "40% of activations".'
             )
         check_budget(budget, "the device", margin=margin)  # its size in bytes is known when a graph is split
         check_cost(cost)
@@ -244,6 +244,6 @@ def _code() -> list[Path]:
 def _not_counted(unknown: Mapping[str, str]) -> str:
     operators = "; ".join(f"{name}: {reason}" for name, reason in sorted(unknown.items()))
     return (
-        f"what kernels allocate beside their results is not known of some operators, and not counted ({operators}). "
-        "A real peak may be above the predicted one: leave a margin."
+        f"the workspaces of some kernels are not known and not counted ({operators}). The real peak may be above the "
+        "predicted one: leave a margin."
     )

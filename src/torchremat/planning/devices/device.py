@@ -178,7 +178,7 @@ def _read(content: dict[str, object], source: str) -> Device:
         if not isinstance(content.get(name, 0), int)
     ]
     if not isinstance(content.get("flops", {}), dict):
-        problems.append("flops is no object of dtypes")
+        problems.append("flops is not an object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
     # A handwritten description may leave out the overhead per tensor.
     tensors = {"saved_s": 0.0, "chosen_s": 0.0}
@@ -186,11 +186,11 @@ def _read(content: dict[str, object], source: str) -> Device:
         problems.append(f"overheads is {overheads!r:.40}, expected an object with {', '.join(parts)} in seconds")
     kernels = content.get("kernels", {})
     if not isinstance(kernels, dict):
-        problems.append("kernels is no object of signatures")
+        problems.append("kernels is not an object of signatures")
     else:
         table = cast("dict[str, object]", kernels)
         wrong = [name for name, numbers in table.items() if not _is_kernel(numbers)]
-        problems += [f"kernels[{wrong[0]!r}] is no list of seconds and bytes"] if wrong else []
+        problems += [f"kernels[{wrong[0]!r}] is not a list of seconds and bytes"] if wrong else []
     if problems:
         raise DeviceError(f"{source}: the description of the device {'; it '.join(problems)}.")
     read = {
@@ -303,7 +303,7 @@ def device_of(device: object) -> Device:
     if isinstance(device, Path) or (isinstance(device, str) and (device.endswith(".json") or _is_file(device))):
         return Device.load(device)
     if device is None:
-        raise DeviceError(f"on='meta' plans for a device that is not here, so it has to know which. {allowed}.")
+        raise DeviceError(f"on='meta' plans for another device: pass `device=`. {allowed}.")
     near = difflib.get_close_matches(str(device).lower(), _BUILT_IN, 1)
-    hint = f" Is {near[0]!r} meant?" if near else ""
-    raise DeviceError(f"device={device!r} is no device that is known here.{hint} {allowed}.")
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise DeviceError(f"device={device!r} is not a known device.{hint} {allowed}.")

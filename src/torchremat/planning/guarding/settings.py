@@ -63,8 +63,8 @@ class GuardSettings:
             check_budget(self.budget, device, margin=self.margin)
         elif margin_of(self.margin):
             raise UnsupportedError(
-                f"margin={self.margin!r} is a part of a budget, and none is given: what fits is found out by failing. "
-                "Give `budget` beside it, or make the plan with the margin, `torchremat.plan(..., margin=...)`."
+                f"margin={self.margin!r} needs a budget: without one, the guard finds out by failing what fits. Give "
+                "`budget` as well, or make the plan with the margin, `torchremat.plan(..., margin=...)`."
             )
 
 
