@@ -411,7 +411,7 @@ def test_a_plan_comes_back_from_a_file_and_needs_its_stores(gpt, tmp_path):
     again = Plan.load(tmp_path / "plan.json")
 
     assert again == plan
-    with pytest.raises(PlanError, match=r"was made with 1 of them, .*; 0 are given\. Say `apply\(model, stores="):
+    with pytest.raises(PlanError, match=r"was made with 1 of them, .*; 0 are given\. Call `apply\(model, stores="):
         again.apply(model)
     store = Counting()
     again.apply(model, stores=[store])
@@ -440,7 +440,7 @@ def test_a_file_from_before_there_were_stores_is_read(gpt, tmp_path):
         ("disk", "expected a list of stores"),
         (
             [torchremat.Host(), torchremat.Tiers(torchremat.Compressed(lossy=torchremat.codecs.Int8()))],
-            r"stores\[1\]=Tiers.* loses digits \(Int8.*Say allow_lossy=True",
+            r"stores\[1\]=Tiers.* loses digits \(Int8.*Pass allow_lossy=True",
         ),
     ],
 )

@@ -217,7 +217,7 @@ def test_the_backward_of_a_backward(applied):
         # Gradients would not be those of the plain run, and nobody would know: the plan's own stores lose nothing.
         (
             [torchremat.Compressed(lossy=torchremat.codecs.Int8())],
-            r"stores\[0\]=Compressed.* loses digits .*Say allow_lossy=True",
+            r"stores\[0\]=Compressed.* loses digits .*Pass allow_lossy=True",
         ),
     ],
 )

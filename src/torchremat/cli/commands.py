@@ -79,7 +79,9 @@ def command(
     *,
     is_version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and that of torch."),
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help=("Print the versions of torchremat and torch.")
+        ),
     ] = False,
 ) -> None:
     """Handle the options before a command."""

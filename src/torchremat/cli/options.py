@@ -38,7 +38,7 @@ Described = Annotated[
 SaveDevice = Annotated[
     Path | None, typer.Option(help=("File for a description of this device, for plans with --on meta."))
 ]
-Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
+Device = Annotated[str | None, typer.Option(help=("Device whose bytes count; by default that of the first parameter."))]
 Stores = Annotated[
     list[str] | None,
     typer.Option(

@@ -202,7 +202,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
     if flags:  # one is the older name of the other
         raise UnsupportedError(
             f"MemoryBudget: {' or '.join(f'`{own}({flag}=True)`' for flag in flags)} recomputes every layer already, "
-            f"and a budget would recompute on top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs "
+            f"and a budget would recompute on top of that. Set `{own}(gradient_checkpointing=False)` (TRL's configs "
             "have it on by default): with a budget, only as much is recomputed as has to be."
         )
     check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")

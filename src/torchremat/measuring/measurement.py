@@ -138,7 +138,7 @@ class Measurement(ViewedOverTime):
             ("flops", f"{self.flops / 1e9:.2f} G", f"recomputed: {self.recomputed_flops / 1e9:.2f} G"),
         ]
         if self.reserved_bytes is not None:
-            rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "beyond what was asked for")]
+            rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "given beyond the requests")]
             rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
         return tuple(rows)
 

@@ -38,7 +38,7 @@ def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
     before: tuple[Kind, ...] = ("parameter", "buffer", "input")
     for kind in before:
         if any(one.kind == kind for one in report.storages.values()):
-            rows.append((f"{kind}s", format_bytes(report.bytes_of(kind)), "saved as well, but there anyway"))
+            rows.append((f"{kind}s", format_bytes(report.bytes_of(kind)), "saved too, but live anyway"))
     if any(one.kind == "stored" for one in report.storages.values()):
         rows.append(("stored", format_bytes(report.stored_bytes), "taken by a store"))
     if report.region_slots:

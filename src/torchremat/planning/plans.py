@@ -258,8 +258,8 @@ class Plan(ViewedOverTime):
     def _wrong_count(self, given: int) -> str:
         return (
             f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
-            f"[{', '.join(self.stores)}]; {given} are given. Say `apply(model, stores=[...])` with stores "
-            "like these, in this order, or `--store` for each on the command line."
+            f"[{', '.join(self.stores)}]; {given} are given. Call `apply(model, stores=[...])` with stores like "
+            "these, in this order, or `--store` for each on the command line."
         )
 
     def _offload_schedule(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:

@@ -40,8 +40,8 @@ class Tiers(Remade):
                 raise UnsupportedError(f"Tiers(...): expected a store, got {store!r}.")
             if getattr(store, "strict", False):
                 raise UnsupportedError(
-                    f"Tiers(...): {store!r} is strict, so the stores after it would never be asked. Say "
-                    "`Tiers(..., strict=True)` instead, which raises if none of them has room."
+                    f"Tiers(...): {store!r} is strict, so the stores after it would never be asked. Use `Tiers(..., "
+                    "strict=True)` instead, which raises if none of them has room."
                 )
         self.stores = stores
         self.strict = strict

@@ -82,8 +82,8 @@ class Partition:
             [
                 f"peak        {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
                 f"(plain: {format_bytes(self.plain_peak_bytes)})",
-                f"saved       {format_bytes(self.saved_bytes)}, beside {format_bytes(self.fixed_bytes)} "
-                "of parameters and inputs",
+                f"saved       {format_bytes(self.saved_bytes)}, plus {format_bytes(self.fixed_bytes)} of parameters "
+                "and inputs",
                 f"recomputed  {self.recomputed_operators} operators, {format_flops(self.recomputed_flops)}{share}"
                 + ("; torch's own split" if self.is_torchs else ""),
                 f"excess      at most {100 * self.excess:.1f}% of the forward over what any schedule needs",

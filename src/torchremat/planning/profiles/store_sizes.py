@@ -49,8 +49,8 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
         lossy = _lossy_in(store)
         if lossy is not None and not allow_lossy:
             raise UnsupportedError(
-                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would not be those of the plain "
-                "run. Say allow_lossy=True if that is wanted, or leave the codec out."
+                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would differ from the plain run. "
+                "Pass allow_lossy=True if you accept that, or leave the codec out."
             )
     return tuple(stores)
 
