@@ -434,9 +434,9 @@ def test_plan_without_running_for_a_device_that_is_described(folder):
 
     assert "on h100" in by_name.stdout
     assert frontiers[0] == frontiers[1]  # all but the time
-    assert "Is 'h100' meant?" in unknown_too.stderr
+    assert "Did you mean 'h100'?" in unknown_too.stderr
     assert re.search(r"peak +(\S+ \S+)", by_file.stdout)[1] == re.search(r"peak +(\S+ \S+)", described.stdout)[1]
-    assert "Is 'h100' meant?" in unknown.stderr
+    assert "Did you mean 'h100'?" in unknown.stderr
 
 
 def test_the_version_is_printed(folder):

@@ -223,7 +223,7 @@ def stepping():
 @pytest.mark.parametrize(
     ("model", "options", "kind", "words", "note"),
     [
-        (WithoutGrad, {}, torchremat.StepError, "does not require grad", "Here the step is what `compute_loss`"),
+        (WithoutGrad, {}, torchremat.StepError, "does not require grad", "Here the step is `compute_loss`"),
         (Writing, {}, RuntimeError, "in ?place", ""),
         (planned, {}, torchremat.PlanError, "net.1", "give the trainer what `torchremat.unwrap"),
         (stepping, {}, torchremat.UnsupportedError, "the step trains", "train without `MemoryBudget`"),
