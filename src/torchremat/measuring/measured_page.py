@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchremat.measuring.curves import Phase, phase_at
+from torchremat.measuring.measurement_data import MeasurementData
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
 from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
-
-if TYPE_CHECKING:
-    from torchremat.measuring.measurement import Measurement
-    from torchremat.measuring.timeline import MemoryTimeline
 
 OUTSIDE = "(outside of all)"
 
 _HEADINGS = ("module", "highest", "left by forward", "forward", "recompute", "backward")
 
 
-def step_of(measurement: Measurement) -> Step:
+def step_of(measurement: MeasurementData) -> Step:
     """Return the viewable form of a measured step."""
     timeline = measurement.timeline
     start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
@@ -92,7 +89,7 @@ def _took(timeline: MemoryTimeline, before_bytes: int) -> dict[str, _ModuleTotal
     return found
 
 
-def _table(measurement: Measurement) -> Table:
+def _table(measurement: MeasurementData) -> Table:
     took = _took(measurement.timeline, measurement.before_bytes)
     most = max((one.left_bytes for one in took.values()), default=0)
     rows = tuple(
@@ -117,7 +114,7 @@ def _table(measurement: Measurement) -> Table:
     )
 
 
-def page_of(measurement: Measurement) -> Page:
+def page_of(measurement: MeasurementData) -> Page:
     """Return the page of a measurement."""
     step = step_of(measurement)
     return Page(
@@ -128,7 +125,7 @@ def page_of(measurement: Measurement) -> Page:
     )
 
 
-def _note(measurement: Measurement) -> str:
+def _note(measurement: MeasurementData) -> str:
     known = bool(measurement.timeline.operator.any())
     lines = "Operators and lines come from a second run, matched by module, order and size." if known else ""
     size = format_bytes(measurement.slack_bytes)
