@@ -240,12 +240,15 @@ def test_no_name_is_both_a_module_and_a_function():
 
 # Each is public in two doors: the policy that users write, and ours; the callback of two frameworks.
 TWICE = {"MemoryBudget", "Policy"}
+# A private class of the recorded step has the name of another class until the records of a step are one.
+RECORDED = {"Choosing", "StepLog", "Taken"}
 
 
 def test_a_class_name_means_one_class():
-    names = Counter(node.name for name in MODULES for node in nodes_of(name) if isinstance(node, ast.ClassDef))
+    classes = [node for name in MODULES for node in nodes_of(name) if isinstance(node, ast.ClassDef)]
+    names = Counter(node.name.lstrip("_") for node in classes)
 
-    assert {name for name, times in names.items() if times > 1} == TWICE
+    assert {name for name, times in names.items() if times > 1} - RECORDED == TWICE
 
 
 def test_errors_are_drawn():

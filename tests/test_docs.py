@@ -80,6 +80,21 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, ca
             assert masked(printed) == masked(shown)
 
 
+def test_every_public_class_is_in_the_glossary():
+    glossary = (ROOT / "docs" / "concepts.md").read_text().partition("## Glossary")[2]
+    classes = {name for name in torchremat.__all__ if inspect.isclass(getattr(torchremat, name))}
+
+    assert classes - {name for name, value in vars(errors).items() if inspect.isclass(value)} <= set(
+        re.findall(r"`(\w+)`", glossary)
+    )
+
+
+def test_the_library_again_has_200_lines():
+    page = ROOT / "docs" / "how-it-works.md"
+
+    assert 150 < sum(code.count("\n") for _, code, _ in python_blocks(page)) <= 200
+
+
 # Modules as a whole, and names without a door.
 ELSEWHERE = {
     "errors",

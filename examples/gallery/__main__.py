@@ -112,8 +112,8 @@ They need the package alone, no data and no GPU; pictures need the extra `plot`,
 {rows}
 
 `make gallery` runs all of them and writes these pages, `python examples/gallery NAME` runs one.
-A test compares what they print with what is here, so that the pages stay true.
-The numbers are those of {machine()}.
+A test compares their output with these pages.
+The numbers come from {machine()}.
 [Recipes](../recipes/index.md) are the same for the frameworks that people train with.
 """
 

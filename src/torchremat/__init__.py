@@ -36,7 +36,8 @@ from torchremat.interop.installing import Installation, install, uninstall
 from torchremat.measuring.freeing import Freed
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
-from torchremat.measuring.saved_report import Saved, SavedReport
+from torchremat.measuring.saved_data import Saved
+from torchremat.measuring.saved_report import SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.bounds.certificates import Certificate
 from torchremat.planning.compiling.compilation import Compiled, compiled

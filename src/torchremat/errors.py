@@ -197,4 +197,4 @@ def check_flags(*, may_be_none: bool = False, **flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool) and not (may_be_none and value is None):
             allowed = "True, False or None" if may_be_none else "True or False"
-            raise UnsupportedError(f"{name}={value!r}: {allowed} is needed.")
+            raise UnsupportedError(f"{name}={value!r}: expected {allowed}.")

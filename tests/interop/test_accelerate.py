@@ -155,7 +155,7 @@ def test_mistakes_with_shapes_are_told():
         prepare(accelerator, model, optimizer, lambda model: None, budget="2MB", shapes=True)
     with pytest.raises(torchremat.BudgetError, match="give the budget in bytes"):
         prepare(accelerator, model, optimizer, loss_of, budget="70%", shapes=True)
-    with pytest.raises(torchremat.StepError, match=r"`prepare\(..., shapes=True\)` has returned"):
+    with pytest.raises(torchremat.StepError, match=r"the one that `prepare\(..., shapes=True\)` returned"):
         within_budget(optimizer, batch).__enter__()
     model, optimizer = prepare(accelerator, model, optimizer, loss_of, budget=700_000, shapes=True, **QUICK)
     accelerator.backward(loss_of(model, batch))
@@ -177,7 +177,7 @@ def test_mistakes_are_told():
 
     with pytest.raises(torchremat.BudgetError, match="is not a size"):
         prepare(accelerator, model, optimizer, step, budget="20Gigs")
-    with pytest.raises(torchremat.StepError, match=r"accelerator: an accelerate\.Accelerator is needed"):
+    with pytest.raises(torchremat.StepError, match=r"accelerator: expected an accelerate\.Accelerator"):
         prepare(model, accelerator, optimizer, step, budget="75%")
     with pytest.raises(torchremat.StepError, match="the step returned None"):
         prepare(accelerator, model, optimizer, lambda model: None, budget="75%")

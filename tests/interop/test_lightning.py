@@ -146,9 +146,9 @@ class Planned(Lit):
 @pytest.mark.parametrize(
     ("module", "kind", "words", "note"),
     [
-        (Drawing, torchremat.UnsupportedError, r"Let it be `training_step\(batch, batch_idx\)`", ""),
+        (Drawing, torchremat.UnsupportedError, r"Write it as `training_step\(batch, batch_idx\)`", ""),
         (Idle, torchremat.UnsupportedError, "`configure_optimizers` returns no optimizer", ""),
-        (WithoutGrad, torchremat.StepError, "does not require grad", "Here the step is what `training_step`"),
+        (WithoutGrad, torchremat.StepError, "does not require grad", "Here the step is `training_step`"),
         (Planned, torchremat.PlanError, "net.1", "give the module what `torchremat.unwrap"),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_can_be_done_is_told_in_lightnings_words(tmp_path, module, kind, wo
 
 
 def test_two_budgets_are_refused(tmp_path):
-    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of them"):
+    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of these callbacks"):
         fit(tmp_path, [budget("75%"), budget("75%")])
 
 

@@ -223,7 +223,7 @@ def stepping():
 @pytest.mark.parametrize(
     ("model", "options", "kind", "words", "note"),
     [
-        (WithoutGrad, {}, torchremat.StepError, "does not require grad", "Here the step is what `compute_loss`"),
+        (WithoutGrad, {}, torchremat.StepError, "does not require grad", "Here the step is `compute_loss`"),
         (Writing, {}, RuntimeError, "in ?place", ""),
         (planned, {}, torchremat.PlanError, "net.1", "give the trainer what `torchremat.unwrap"),
         (stepping, {}, torchremat.UnsupportedError, "the step trains", "train without `MemoryBudget`"),
@@ -253,7 +253,7 @@ def test_a_budget_above_the_device_has_no_advice_on_batches(tmp_path):
 
 
 def test_two_budgets_are_refused(tmp_path):
-    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of them"):
+    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of these callbacks"):
         train(tmp_path, [budget("75%"), budget("75%")])
 
 

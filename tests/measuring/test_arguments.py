@@ -34,7 +34,7 @@ def test_the_old_order_works_and_says_the_new_one(call, how):
     model, step = subject()
     expected = size_of(call(model, step))
 
-    said = rf"^{call.__name__}\(step, model\) is {call.__name__}\(model, step\) from 0.2 on.*goes in 0.3\.$"
+    said = rf"^{call.__name__}\(step, model\) is now {call.__name__}\(model, step\).*; 0.3 will remove the old order\.$"
     with pytest.warns(DeprecatedWarning, match=said) as caught:
         found = call(step, model) if how == "by place" else call(step, model=model)
 
@@ -67,8 +67,8 @@ def test_a_step_that_is_a_module_comes_second(call):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((nn.Linear(2, 2),), "step: a function that returns the loss is needed, got NoneType"),
-        (([nn.Linear(2, 2)], lambda model: None), "model: a torch.nn.Module is needed, got list"),
+        ((nn.Linear(2, 2),), "step: expected a function that returns the loss, got NoneType"),
+        (([nn.Linear(2, 2)], lambda model: None), "model: expected a torch.nn.Module, got list"),
         ((lambda model: None,), r"it is called as `step\(\)`"),
     ],
     ids=["no step", "no model", "no model for the step"],

@@ -313,7 +313,7 @@ def test_inputs_are_looked_at_as_before():
         converted(torch.rand(2, 3))
     with pytest.raises(ValueError, match="expected 4D input"):
         converted.eval()(torch.rand(2, 3))
-    with pytest.raises(UnsupportedError, match=r"rows, 3 features and any more dimensions is needed, .* shape \(3,\)"):
+    with pytest.raises(UnsupportedError, match=r"rows, 3 features and any more dimensions, .* shape \(3,\)"):
         DeferredBatchNorm(3)(torch.rand(3))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         DeferredBatchNorm(3)(torch.rand(1, 3))
@@ -343,9 +343,9 @@ def test_what_cannot_be_converted_is_listed_and_nothing_is_changed():
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", True])
 def test_chunks_that_cannot_be(chunks):
-    with pytest.raises(ScheduleError, match="a positive integer is needed, or None"):
+    with pytest.raises(ScheduleError, match="expected a positive integer, or None"):
         DeferredBatchNorm(2, chunks=chunks)
-    with pytest.raises(ScheduleError, match="a positive integer is needed, or None"):
+    with pytest.raises(ScheduleError, match="expected a positive integer, or None"):
         convert_deferred_batch_norm(nn.BatchNorm1d(2), chunks)
 
 

@@ -614,11 +614,11 @@ def test_a_dtype_can_be_changed_and_a_device_cannot():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Pipe(nn.Linear(1, 1), [1], devices=CPUS), "an nn.Sequential is needed, got Linear"),
+        (lambda: Pipe(nn.Linear(1, 1), [1], devices=CPUS), "expected an nn.Sequential, got Linear"),
         (lambda: Pipe(layers(), [1, 1], devices=CPUS), r"has 4 layers, and the balance \[1, 1\] is for 2"),
-        (lambda: Pipe(layers(), [4, 0], devices=CPUS), r"at least 1, and it is \[4, 0\]"),
+        (lambda: Pipe(layers(), [4, 0], devices=CPUS), r"at least 1, got \[4, 0\]"),
         (lambda: Pipe(layers(), [2, 2], devices=["cpu"]), "2 stages need as many devices, and there are 1"),
-        (lambda: Pipe(layers(), [4], devices=CPUS, chunks=0), "chunks=0: an int of at least 1"),
+        (lambda: Pipe(layers(), [4], devices=CPUS, chunks=0), "chunks=0: expected an int of at least 1"),
         (lambda: Pipe(layers(), [4], devices=CPUS, chunks=2.5), "chunks=2.5"),
         (lambda: Pipe(layers(), [4], devices=CPUS, checkpoint="often"), "'always', 'except_last', 'never'"),
         (lambda: Pipe(nn.Sequential(*[nn.Linear(1, 1)] * 2), [2], devices=CPUS), "more than once"),

@@ -122,7 +122,7 @@ def test_json_and_back():
     ],
 )
 def test_a_text_that_is_no_timeline(content):
-    with pytest.raises(ScheduleError, match="a text that is no timeline: "):
+    with pytest.raises(ScheduleError, match="this text is not a timeline: "):
         Timeline.from_json(content)
 
 
@@ -131,7 +131,8 @@ def test_an_event_that_is_none_says_all_that_is_wrong():
         PipelineEvent(stage=0, microbatch=-1, kind="nap", start_s=2, end_s=1)
 
     assert str(caught.value) == (
-        "nap of stage 0, microbatch -1, from 2 s to 1 s is no event: its kind is none of forward, recompute, backward, "
+        "nap of stage 0, microbatch -1, from 2 s to 1 s is not an event: its kind is not one of forward, "
+        "recompute, backward, "
         "input, weight, copy, wait; a stage and a microbatch are at least 0; it has to start before it ends"
     )
 
@@ -141,8 +142,8 @@ def test_a_timeline_that_is_none_says_all_that_is_wrong():
         timeline(("F2.0", 0, 1), stages=2, workers=((0,), (0,)), predicted=timeline(stages=3))
 
     assert str(caught.value) == (
-        "events that are no timeline: F2.0 is of stage 2, the last is 1; the workers have the stages ((0,), (0,)), "
-        "each of the 2 is needed once; 2 stages were measured, 3 predicted"
+        "these events are not a timeline: F2.0 is of stage 2, the last is 1; the workers have the stages ((0,), (0,)), "
+        "expected each of the 2 once; 2 stages were measured, 3 predicted"
     )
 
 
@@ -150,7 +151,7 @@ def test_timelines_of_several_processes_become_one():
     first, second = timeline(("F0.0", 0, 1), stages=2), timeline(("F1.0", 1, 3), stages=2)
 
     assert merge([first, second]) == timeline(("F0.0", 0, 1), ("F1.0", 1, 3), stages=2)
-    with pytest.raises(ScheduleError, match="timelines of one pipeline are needed"):
+    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
         merge([first, timeline(stages=3)])
-    with pytest.raises(ScheduleError, match="timelines of one pipeline are needed"):
+    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
         merge([])

@@ -525,7 +525,7 @@ def test_a_batch_without_tensors_needs_a_shape():
 def test_a_shape_that_is_none(shape):
     adaptive = Adaptive(gpt(blocks=2, width=16), step, budget="1GiB", shape=lambda _: shape)
 
-    with pytest.raises(StepError, match="a tuple of sizes is needed"):
+    with pytest.raises(StepError, match="expected a tuple of sizes"):
         adaptive(tokens(8))
 
 
@@ -701,12 +701,12 @@ def test_an_optimizer_counts():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"budget": "60%"}, BudgetError, "another for each shape"),
+        ({"budget": "60%"}, BudgetError, "differs from shape to shape"),
         ({"budget": 0}, BudgetError, "budget|size"),
         ({"cost": "joules"}, UnsupportedError, "cost='joules'"),
         ({"over": "ignore"}, UnsupportedError, "over='ignore'"),
         ({"classes": 0}, UnsupportedError, "classes=0"),
-        ({"shape": 3}, UnsupportedError, "shape=3: a function is needed that returns the sizes of a batch"),
+        ({"shape": 3}, UnsupportedError, "shape=3: expected a function that returns the sizes of a batch"),
     ],
 )
 def test_bad_options(options, error, said):

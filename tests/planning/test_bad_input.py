@@ -238,12 +238,12 @@ CALLS = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": [Loop]}, r"model: a torch.nn.Module is needed, got list"),
-        ({"model": Loop}, r"model: a torch.nn.Module is needed, got type"),
-        ({"own": None}, r"step: a function that returns the loss is needed, got NoneType"),
+        ({"model": [Loop]}, r"model: expected a torch.nn.Module, got list"),
+        ({"model": Loop}, r"model: expected a torch.nn.Module, got type"),
+        ({"own": None}, r"step: expected a function that returns the loss, got NoneType"),
         ({"own": lambda: None}, r"step: it is called as `step\(model\)`, which .* does not take: too many positional"),
         ({"own": lambda m, x: None}, r"step: it is called as `step\(model\)`, .*: missing a required argument: 'x'"),
-        ({"optimizer": torch.optim.SGD}, r"optimizer: a torch.optim.Optimizer is needed, got type"),
+        ({"optimizer": torch.optim.SGD}, r"optimizer: expected a torch.optim.Optimizer, got type"),
     ],
 )
 def test_arguments_of_another_kind_are_named(call, change, said):
@@ -257,11 +257,11 @@ def test_what_is_no_model_is_named_where_plans_and_regions_go():
 
     with pytest.raises(StepError, match="got NoneType"):
         verify(None, step)
-    with pytest.raises(PlanError, match=r"model: a torch.nn.Module is needed, got NoneType"):
+    with pytest.raises(PlanError, match=r"model: expected a torch.nn.Module, got NoneType"):
         made.apply(None)
-    with pytest.raises(PlanError, match=r"model: a torch.nn.Module is needed, got function"):
+    with pytest.raises(PlanError, match=r"model: expected a torch.nn.Module, got function"):
         made.remove(step)
-    with pytest.raises(WrapError, match=r"model: a torch.nn.Module is needed, got NoneType"):
+    with pytest.raises(WrapError, match=r"model: expected a torch.nn.Module, got NoneType"):
         wrap(None, "*")
 
 
@@ -269,8 +269,8 @@ def test_what_is_no_model_is_named_where_plans_and_regions_go():
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        ("gpu", r"device='gpu' is no device, like \"cpu\" or \"cuda:0\""),
-        (object(), r"device=<object .* is no device"),
+        ("gpu", r"device='gpu' is not a device such as \"cpu\" or \"cuda:0\""),
+        (object(), r"device=<object .* is not a device"),
         (f"cuda:{torch.cuda.device_count()}", r"torch finds \d+ CUDA devices here"),
         ("meta", r"on cpu and cuda, not on meta"),
     ],
@@ -476,7 +476,7 @@ def test_a_margin_that_is_none_is_refused_before_any_work(call, margin, said):
 
 
 def test_what_is_no_model_is_named_without_running_as_well():
-    with pytest.raises(StepError, match=r"a torch\.nn\.Module is needed, got int"):
+    with pytest.raises(StepError, match=r"expected a torch\.nn\.Module, got int"):
         plan(3, step, budget="80%", on="meta", device="h100")
 
 
@@ -503,7 +503,7 @@ def test_options_that_are_on_or_off_are_nothing_else(call, name, value):
     ran = []
     options = {} if call is frontier else {"budget": 2**30}
 
-    with pytest.raises(UnsupportedError, match=rf"^{name}={re.escape(repr(value))}: True.* is needed"):
+    with pytest.raises(UnsupportedError, match=rf"^{name}={re.escape(repr(value))}: expected True.*"):
         call(block(), lambda m: ran.append(1) or step(m), **options, **{name: value})
     assert not ran
 
@@ -535,7 +535,7 @@ def test_a_plan_is_applied_with_options_that_are_on_or_off_alone():
     model = block()
     made = plan(model, step, budget="100%")
 
-    with pytest.raises(UnsupportedError, match=r"^allow_lossy='no': True or False is needed"):
+    with pytest.raises(UnsupportedError, match=r"^allow_lossy='no': expected True or False"):
         made.apply(model, allow_lossy="no")
 
 
@@ -552,8 +552,8 @@ def test_a_margin_is_a_size_or_nothing(margin):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"model": None}, UnsupportedError, "model: a torch.nn.Module or a function is needed, got NoneType"),
-        ({"model": 5}, UnsupportedError, "model: a torch.nn.Module or a function is needed, got int"),
+        ({"model": None}, UnsupportedError, "model: expected a torch.nn.Module or a function, got NoneType"),
+        ({"model": 5}, UnsupportedError, "model: expected a torch.nn.Module or a function, got int"),
         ({"margin": "2GiB"}, BudgetError, "margin='2GiB' is 2.00 GiB, which leaves nothing of the budget of 1.00 GiB"),
         ({"margin": "much"}, BudgetError, "'much' is not a size"),
     ],

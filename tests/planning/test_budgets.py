@@ -55,10 +55,10 @@ def test_a_share_of_the_activations_leaves_what_lies_there_before():
     ("budget", "said"),
     [
         (60, 'budget=60 is 60 bytes. Did you mean "60%" or "60GiB"?'),
-        ("60", 'budget=\'60\' is no size: it has no unit. Did you mean "60%" or "60GiB"?'),
-        ("0.6", 'budget=\'0.6\' is no size: it has no unit. Did you mean "60%" or "0.6GiB"?'),
-        (0.6, 'budget=0.6 is no size: it has no unit. Did you mean "60%" or "0.6GiB"?'),
-        (6.0, 'budget=6.0 is no size: it has no unit. Did you mean "6%" or "6GiB"?'),
+        ("60", 'budget=\'60\' is not a size, since it has no unit. Did you mean "60%" or "60GiB"?'),
+        ("0.6", 'budget=\'0.6\' is not a size, since it has no unit. Did you mean "60%" or "0.6GiB"?'),
+        (0.6, 'budget=0.6 is not a size, since it has no unit. Did you mean "60%" or "0.6GiB"?'),
+        (6.0, 'budget=6.0 is not a size, since it has no unit. Did you mean "6%" or "6GiB"?'),
         (512, 'budget=512 is 512 bytes. Did you mean "512MiB"?'),
     ],
 )
@@ -125,7 +125,7 @@ def test_an_error_says_which_shares_work_and_they_do(planner, budget):
 
 @pytest.mark.parametrize("budget", ["min", "60%", "40% of activations"])
 def test_lengths_that_change_have_no_plain_step(budget):
-    with pytest.raises(BudgetError, match="is another for each shape; give the budget in bytes"):
+    with pytest.raises(BudgetError, match="differs from shape to shape; give the budget in bytes"):
         Adaptive(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), budget=budget)
 
 

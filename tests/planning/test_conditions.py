@@ -95,10 +95,14 @@ def leave_out(model):
 @pytest.mark.parametrize(
     ("change", "category", "words"),
     [
-        (train, "PlanWarning", "all in the mode of evaluation when it was planned, all in the mode of training now"),
+        (train, "PlanWarning", "all in evaluation mode when it was planned, all in training mode now"),
         (cast, "PlanWarning", "the parameters were float32 when it was planned, and are float64 now"),
-        (recompute, "PlanWarning", "`gradient_checkpointing_enable()` or the like, and does both now"),
-        (wrap_blocks, "PlanWarning", "by `checkpoint_wrapper` or `apply_activation_checkpointing`, and does both now"),
+        (recompute, "PlanWarning", "`gradient_checkpointing_enable()` or the like, and now recomputes twice"),
+        (
+            wrap_blocks,
+            "PlanWarning",
+            "by `checkpoint_wrapper` or `apply_activation_checkpointing`, and now recomputes twice",
+        ),
         (
             compile_one,
             "PlanWarning",
@@ -128,7 +132,7 @@ def test_a_checkpoint_around_the_model_is_told():
             checkpoint(model, X, use_reentrant=False).square().mean().backward()
 
     (said,) = [str(one.message) for one in found if one.category is PlanWarning]
-    assert "by `torch.utils.checkpoint` around it, and does both now" in said
+    assert "by `torch.utils.checkpoint` around it, and now recomputes twice" in said
 
 
 def test_modules_that_were_compiled_before_are_no_difference():
@@ -158,7 +162,7 @@ def test_what_is_in_another_mode_is_named():
 
     ((_, said),) = told(model)
 
-    assert "`blocks.1` in the mode of evaluation now" in said
+    assert "`blocks.1` in evaluation mode now" in said
 
 
 def test_autocast_that_was_not_planned_is_told():

@@ -440,7 +440,7 @@ def test_on_is_meta_or_nothing(device):
 
 
 def test_a_device_that_is_not_here_cannot_be_saved(pair, tmp_path):
-    with pytest.raises(torchremat.DeviceError, match="is not here"):
+    with pytest.raises(torchremat.DeviceError, match="is not on this machine"):
         pair("gpt").meta.save_device(tmp_path / "device.json")
 
 

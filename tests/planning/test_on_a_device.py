@@ -199,7 +199,7 @@ def test_a_step_above_the_budget_is_told_when_the_next_begins():
     held = torch.ones(plan.budget_bytes // 4, device=CUDA)
     step(model).backward()
     del held
-    with pytest.warns(BudgetWarning, match=r"since the forward before, cuda:0 has given out up to .* above the budget"):
+    with pytest.warns(BudgetWarning, match=r"since the previous forward, cuda:0 has given out .* above the budget"):
         step(model).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

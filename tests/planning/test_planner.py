@@ -300,7 +300,7 @@ def test_another_cost_is_an_error(cost):
 
 
 def test_a_model_that_is_none_is_an_error():
-    with pytest.raises(StepError, match=r"a torch.nn.Module is needed, got"):
+    with pytest.raises(StepError, match=r"expected a torch.nn.Module, got"):
         plan(None, lambda m: None, budget="90%")
 
 

@@ -79,7 +79,7 @@ def test_the_table():
         "peak       900.00 KiB predicted, 50% of plain (1.76 MiB, predicted); highest during backward of layers.2\n"
         "time       1.25 x plain predicted; 2.50 GFLOP recomputed in 4 calls, 50% of a forward\n"
         "floor      600.00 KiB is the smallest budget found to work\n"
-        "before     324.00 KiB lie there before a step: parameters 130.00 KiB, gradients 130.00 KiB, inputs 64.00 KiB\n"
+        "before     324.00 KiB live before a step: parameters 130.00 KiB, gradients 130.00 KiB, inputs 64.00 KiB\n"
         "optimizer  not counted\n"
         "planning   1.2 s and 9 runs of the step\n"
         "\n"
@@ -714,12 +714,12 @@ def test_a_plan_that_is_not_on_the_model_takes_nothing_off():
     model, step = KINDS["loop"]()
     made = loop_plan()
 
-    with pytest.raises(PlanError, match="this plan is not on the model; what is: nothing"):
+    with pytest.raises(PlanError, match=r"this plan is not on the model\. On it is nothing"):
         made.remove(model)
 
     wrap(model, "layers.1")
     before = fingerprint(model)
-    with pytest.raises(PlanError, match=r"this plan is not on the model; what is: `wrap` of `layers\.1`"):
+    with pytest.raises(PlanError, match=r"this plan is not on the model\. On it is `wrap` of `layers\.1`"):
         made.remove(model)
     assert before.changes(fingerprint(model)) == []
     unwrap(model)
@@ -727,7 +727,7 @@ def test_a_plan_that_is_not_on_the_model_takes_nothing_off():
     other = plan(model, step, budget="100%")
     other.apply(model)
     before = fingerprint(model)
-    with pytest.raises(PlanError, match=r"what is: another plan\. Remove the plan that was applied, or take all off"):
+    with pytest.raises(PlanError, match=r"On it is another plan\. Remove the plan that was applied, or take all off"):
         made.remove(model)
     assert before.changes(fingerprint(model)) == []
     assert (made.is_on(model), other.is_on(model)) == (False, True)

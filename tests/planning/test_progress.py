@@ -124,7 +124,7 @@ def test_what_a_watcher_raises_ends_planning():
 def test_what_is_no_function_is_refused_before_the_step_runs():
     ran = []
 
-    with pytest.raises(UnsupportedError, match=r"progress=True: a function is needed .*or False for nobody"):
+    with pytest.raises(UnsupportedError, match=r"progress=True: expected a function .*or False for none"):
         Planner(nn.Linear(2, 2), ran.append, progress=True)
     assert not ran
 

@@ -444,7 +444,7 @@ def test_memory_that_runs_out_for_a_single_unit_is_told(monkeypatch):
 
     monkeypatch.setattr(Region, "repeat", repeat)
 
-    with pytest.warns(RepeatWarning, match="was not tried, for want of memory"):
+    with pytest.warns(RepeatWarning, match="not enough memory to try"):
         pair = profile(Between(Counts), step)
 
     assert tries

@@ -220,7 +220,7 @@ def test_who_measures_a_step_with_stores_learns_whether_it_is_slower_than_predic
     assert "measured here with" in str(plan)
     slow = replace(report, seconds=1.12 * plan.slowdown, plain_seconds=1.0)
     assert slow.is_slow
-    assert "slow       by more than 10% above what was predicted" in str(slow)
+    assert "slow       by more than 10% above the prediction" in str(slow)
     fast = replace(report, seconds=1.08 * plan.slowdown, plain_seconds=1.0)
     assert not fast.is_slow
     assert "slow  " not in str(fast)

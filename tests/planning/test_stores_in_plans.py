@@ -396,7 +396,7 @@ def test_stores_that_a_plan_was_not_made_with_are_refused():
     without = torchremat.plan(model, own, budget="100%")
     with_a_store = torchremat.plan(model, own, budget="100%", stores=[torchremat.Host()])
 
-    with pytest.raises(PlanError, match=r"the plan was made without stores, so that 1 given here would hold nothing"):
+    with pytest.raises(PlanError, match=r"the plan was made without stores, so the 1 given here would hold nothing"):
         without.apply(model, stores=[torchremat.Host()])
     with pytest.raises(PlanError, match=r"was made with 1 of them, \[.*\]; 2 are given"):
         with_a_store.apply(model, stores=[torchremat.Host(), torchremat.Host()])
@@ -411,7 +411,7 @@ def test_a_plan_comes_back_from_a_file_and_needs_its_stores(gpt, tmp_path):
     again = Plan.load(tmp_path / "plan.json")
 
     assert again == plan
-    with pytest.raises(PlanError, match=r"was made with 1 of them, .*; 0 are given\. Say `apply\(model, stores="):
+    with pytest.raises(PlanError, match=r"was made with 1 of them, .*; 0 are given\. Call `apply\(model, stores="):
         again.apply(model)
     store = Counting()
     again.apply(model, stores=[store])
@@ -436,11 +436,11 @@ def test_a_file_from_before_there_were_stores_is_read(gpt, tmp_path):
 @pytest.mark.parametrize(
     ("stores", "message"),
     [
-        ([torchremat.Disk], r"stores\[0\]=.*an object with a method `put` is needed"),
-        ("disk", "a list of stores is needed"),
+        ([torchremat.Disk], r"stores\[0\]=.*expected an object with a method `put`"),
+        ("disk", "expected a list of stores"),
         (
             [torchremat.Host(), torchremat.Tiers(torchremat.Compressed(lossy=torchremat.codecs.Int8()))],
-            r"stores\[1\]=Tiers.* loses digits \(Int8.*Say allow_lossy=True",
+            r"stores\[1\]=Tiers.* loses digits \(Int8.*Pass allow_lossy=True",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(ap
 
     with failing(monkeypatch, "pwrite", no_space, after=1):
         # On a slow disk a step has put all there is before a write fails; then the next one is told.
-        with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are; this is said once"):
+        with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are. This warning is"):
             found = [outcome(model, step) for _ in range(2)]
         assert [differences(one, plain) for one in found] == [[], []]
         assert disk.statistics.failed > 0
@@ -211,13 +211,13 @@ def test_the_backward_of_a_backward(applied):
 @pytest.mark.parametrize(
     ("stores", "message"),
     [
-        ("disk", "stores='disk': a list of stores is needed"),
-        (None, "stores=None: a list of stores is needed"),
-        ([Disk], r"stores\[0\]=<class .*Disk'>: an object with a method `put`"),
+        ("disk", "stores='disk': expected a list of stores"),
+        (None, "stores=None: expected a list of stores"),
+        ([Disk], r"stores\[0\]=<class .*Disk'>: expected an object with a method `put`"),
         # Gradients would not be those of the plain run, and nobody would know: the plan's own stores lose nothing.
         (
             [torchremat.Compressed(lossy=torchremat.codecs.Int8())],
-            r"stores\[0\]=Compressed.* loses digits .*Say allow_lossy=True",
+            r"stores\[0\]=Compressed.* loses digits .*Pass allow_lossy=True",
         ),
     ],
 )

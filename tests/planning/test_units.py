@@ -148,7 +148,7 @@ def test_a_call_whose_input_is_written_later_is_no_unit():
 def test_a_step_that_calls_nothing_of_the_model_is_an_error():
     model, other = Loop(), Loop()
 
-    with pytest.raises(StepError, match="calls no module of the model with grad mode on; is it given another model"):
+    with pytest.raises(StepError, match="calls no module of the model with grad mode on; does it use another model"):
         find_units(trace(model, lambda m: square(other(inputs()))))
 
 

@@ -105,7 +105,7 @@ def test_a_model_that_is_not_the_same_twice_is_reported_as_not_equal():
     assert str(report).splitlines()[0] == "exact      NOT EQUAL"
     assert str(report).splitlines()[1].startswith("           the loss differs")
     # Two plain steps are no more alike, by more than rounding.
-    assert "           of two plain steps" in str(report)
+    assert "           between two plain steps" in str(report)
     assert report.noise
 
 
@@ -131,7 +131,7 @@ def test_a_plan_is_not_called_unequal_for_what_two_plain_steps_differ_by():
     assert report.is_exact is None
     assert report.differences == ()
     assert any(line.startswith("the gradient of `0.inner.0.weight` differs by up to") for line in report.noise)
-    assert str(report).splitlines()[0].startswith("exact      equal up to what two plain steps differ by")
+    assert str(report).splitlines()[0].startswith("exact      equal within the difference of two plain steps")
 
 
 class OtherInBackward(nn.Module):
@@ -200,7 +200,7 @@ def test_a_store_that_frees_nothing_on_the_device():
     report = verify(model, step)
 
     assert plan.stored and not plan.recomputed_flops
-    assert report.no_effect.startswith("what the plan's stores are given stays on the device that is measured")
+    assert report.no_effect.startswith("tensors in the plan's stores stay on the measured device")
 
 
 def test_a_peak_elsewhere():

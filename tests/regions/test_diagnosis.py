@@ -314,7 +314,7 @@ def test_what_is_not_found_says_where_to_look(monkeypatch):
 
     text = message(Between(body, lambda: monkeypatch.setenv("ROWS", "1")))
 
-    assert "Likely cause: not found. What the function reads and a region cannot see" in text
+    assert "Likely cause: not found. Something that the function reads and a region cannot see" in text
 
 
 # --------------------------------------------------------------------------------------------------------------- values

@@ -65,13 +65,13 @@ def test_options(options):
     ("options", "message"),
     [
         ({"check": "value"}, r"check='value': allowed are 'metadata', 'values' and 'none'"),
-        ({"check": "values", "check_every": 0}, r"check_every=0: an int of at least 1 is needed"),
+        ({"check": "values", "check_every": 0}, r"check_every=0: expected an int of at least 1"),
         ({"check_every": 2}, r"check_every=2: only check='values' can be left out now and then"),
-        ({"guard": 3}, r"guard: a list of objects is needed, got int"),
-        ({"guard": [torch.ones(2)]}, r"guard: Tensor cannot be changed and given back its contents"),
-        ({"debug": "yes"}, r"debug='yes': True or False is needed"),
-        ({"preserve_rng": 1}, r"preserve_rng=1: True or False is needed"),
-        ({"early_stop": None}, r"early_stop=None: True or False is needed"),
+        ({"guard": 3}, r"guard: expected a list of objects, got int"),
+        ({"guard": [torch.ones(2)]}, r"guard: the contents of Tensor cannot be restored"),
+        ({"debug": "yes"}, r"debug='yes': expected True or False"),
+        ({"preserve_rng": 1}, r"preserve_rng=1: expected True or False"),
+        ({"early_stop": None}, r"early_stop=None: expected True or False"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_raises(options, message):
@@ -80,7 +80,7 @@ def test_an_option_that_cannot_be_honoured_raises(options, message):
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(UnsupportedError, match="function: a callable is needed, got int"):
+    with pytest.raises(UnsupportedError, match="function: expected a callable, got int"):
         checkpointed(3)
 
 

@@ -189,7 +189,7 @@ def test_too_many_objects_are_an_error(monkeypatch):
     cache = Cache()
     cache.layers = [Slotted() for _ in range(20)]
 
-    with pytest.raises(UnsupportedError, match="more than 10 objects hang on a region's arguments"):
+    with pytest.raises(UnsupportedError, match="more than 10 objects are reachable from a region's arguments"):
         checkpoint(lambda x, cache: x.exp(), leaf(3), cache)
 
 
@@ -564,12 +564,12 @@ def test_copies_of_a_wrapped_model_guard_their_own():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_given_back_is_refused(guard, kind):
-    with pytest.raises(UnsupportedError, match=f"guard: {kind} cannot be changed and given back its contents"):
+    with pytest.raises(UnsupportedError, match=f"guard: the contents of {kind} cannot be restored"):
         checkpointed(torch.sin, guard=[guard])
 
 
 def test_a_guard_is_a_list():
-    with pytest.raises(UnsupportedError, match="guard: a list of objects is needed, got Static"):
+    with pytest.raises(UnsupportedError, match="guard: expected a list of objects, got Static"):
         checkpointed(torch.sin, guard=Static())
 
 

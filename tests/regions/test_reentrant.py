@@ -321,5 +321,5 @@ def test_what_a_recompute_raises_arrives_and_leaves_no_trace():
 
 
 def test_what_is_no_function_is_an_error():
-    with pytest.raises(TypeError, match=r"function: a callable is needed, got int"):
+    with pytest.raises(TypeError, match=r"function: expected a callable, got int"):
         reentrant(3, leaf(2))

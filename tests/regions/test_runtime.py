@@ -327,7 +327,7 @@ def test_outside_of_a_region_it_is_returned_as_it_is():
     x = leaf(3)
 
     assert frozen("x", x) is x
-    with pytest.raises(UnsupportedError, match=r"frozen\('x', ...\): a tensor is needed, got list"):
+    with pytest.raises(UnsupportedError, match=r"frozen\('x', ...\): expected a tensor, got list"):
         frozen("x", [x])
 
 

@@ -256,7 +256,7 @@ def test_no_region_outlives_its_session():
 
 @pytest.mark.parametrize("passes", [0, -1])
 def test_passes_must_be_positive(passes):
-    with pytest.raises(UnsupportedError, match=f"passes={passes!r}: an int of at least 1 is needed"), session(passes):
+    with pytest.raises(UnsupportedError, match=f"passes={passes!r}: expected an int of at least 1"), session(passes):
         pass
 
 

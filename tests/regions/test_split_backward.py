@@ -212,7 +212,7 @@ def test_two_sessions_are_not_active_at_once():
 
 
 def test_a_session_of_no_pass_is_refused():
-    with pytest.raises(UnsupportedError, match="passes=0: an int of at least 1 is needed"):
+    with pytest.raises(UnsupportedError, match="passes=0: expected an int of at least 1"):
         Session(passes=0)
 
 

@@ -61,8 +61,8 @@ def test_patterns(pattern, every, names):
             lambda name, module: False,
             r"the predicate '<lambda>' matched none of the model's modules, of types BatchNorm1d",
         ),
-        (torch.Tensor, r"modules=Tensor: a type of module is needed"),
-        (3, r"modules=3: a glob over names, a type, or a predicate"),
+        (torch.Tensor, r"modules=Tensor: expected a type of module"),
+        (3, r"modules=3: expected a glob over names, a type, or a predicate"),
     ],
 )
 def test_no_match_is_an_error_with_what_is_closest(pattern, message):
@@ -77,7 +77,7 @@ def test_no_match_is_an_error_with_what_is_closest(pattern, message):
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_is_a_positive_int(every):
-    with pytest.raises(WrapError, match=r"every=.*: an int of at least 1 is needed"):
+    with pytest.raises(WrapError, match=r"every=.*: expected an int of at least 1"):
         wrap(net(), "layers.*", every=every)
 
 

@@ -183,5 +183,5 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_an_ending_that_is_no_picture(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"p\.txt: the ending says which kind of picture, one of .*png"):
+    with pytest.raises(UnsupportedError, match=r"p\.txt: the file ending sets the format, one of .*png"):
         small().plot(tmp_path / "p.txt")

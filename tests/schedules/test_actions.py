@@ -68,7 +68,7 @@ def test_parse_reads_every_action():
 
 @pytest.mark.parametrize("word", ["f0", "F", "R0!", "B1:0", "H1", "S0"])
 def test_parse_refuses_other_words(word):
-    with pytest.raises(ScheduleError, match=f"action 1: '{word}' is none of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3"):
+    with pytest.raises(ScheduleError, match=f"action 1: '{word}' is not one of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3"):
         parse(f"F0 {word}")
 
 

@@ -15,10 +15,10 @@ def test_all_that_is_wrong_is_listed():
         Dataflow(operators=operators, values=values)
 
     assert str(error.value) == (
-        "no dataflow: value 1: size_bytes=-1 is negative; "
-        "operator 0 (mm): cost=-1.0 is negative or no number; "
+        "not a dataflow: value 1: size_bytes=-1 is negative; "
+        "operator 0 (mm): cost=-1.0 is negative or not a number; "
         "operator 0 (mm): reads value 1, which operator 0 makes later; "
-        "operator 1 (add): cost=nan is negative or no number; "
+        "operator 1 (add): cost=nan is negative or not a number; "
         "operator 1 (add): value 5 of 2 does not exist; "
         "operator 1 (add): value 1 is made twice"
     )

@@ -65,14 +65,14 @@ def test_text_and_parse_agree():
 
 @pytest.mark.parametrize("word", ["X0.0", "F0", "F0.1.2", "f0.1", "F-1.0"])
 def test_a_word_that_is_no_action(word):
-    with pytest.raises(ScheduleError, match=r"is no action, which is one of F, R, B, I, W, C, _"):
+    with pytest.raises(ScheduleError, match=r"is not an action: expected one of F, R, B, I, W, C, _"):
         parse([word])
 
 
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
 @pytest.mark.parametrize("sizes", [(0, 2), (2, 0), (-1, -1)])
 def test_sizes_are_at_least_1(make, sizes):
-    with pytest.raises(ScheduleError, match="at least 1 of both is needed"):
+    with pytest.raises(ScheduleError, match="expected at least 1 of both"):
         make(*sizes)
 
 
@@ -81,7 +81,7 @@ def test_sizes_are_at_least_1(make, sizes):
     [
         (["F0.0 F0.0"], "F0.0 of worker 0: it is there twice, worker 0 has it"),
         (["F0.0", "F0.1"], "F0.1 of worker 1: stage 0 belongs to worker 0"),
-        (["F0.0 C0.0"], "C0.0 of worker 0: a copy is no work that an order can hold"),
+        (["F0.0 C0.0"], "C0.0 of worker 0: an order cannot hold a copy"),
         (["F1.0"], "stage 0 has no worker, the last is 1"),
         (["F0.0", "F1.1"], "F1.1 needs F0.1, which no worker runs"),
         (["B0.0"], "B0.0 needs F0.0, which no worker runs"),

@@ -49,7 +49,7 @@ def test_costs_that_are_missing_or_none():
 
     assert str(caught.value) == (
         "costs that an order cannot run on: backward of stage 1 has no cost; backward of stage 0 costs -1 s, which is "
-        "no length of time; forward of stage 1 costs nan s, which is no length of time"
+        "not a length of time; forward of stage 1 costs nan s, which is not a length of time"
     )
 
 

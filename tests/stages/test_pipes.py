@@ -159,7 +159,7 @@ def test_wrong_options_are_refused_before_any_work(options, error):
 
 
 def test_what_is_no_step_is_named():
-    with pytest.raises(StepError, match="step: a function that returns the loss is needed, got int"):
+    with pytest.raises(StepError, match="step: expected a function that returns the loss, got int"):
         plan_stages(made(), 3, budget="1GiB")
 
 

@@ -185,12 +185,12 @@ def test_a_store_without_statistics_has_none():
 
 @pytest.mark.parametrize("lossy", [codecs.MaskBits(), codecs.Int8, "int8", torch.int8, object()])
 def test_what_is_no_lossy_codec_is_refused(lossy):
-    with pytest.raises(UnsupportedError, match=r"is no lossy codec: .*BFloat16\(\), Float8\(\) or Int8\(\)"):
+    with pytest.raises(UnsupportedError, match=r"is not a lossy codec: .*BFloat16\(\), Float8\(\) or Int8\(\)"):
         Compressed(lossy=lossy)
 
 
 def test_what_is_no_store_is_refused():
-    with pytest.raises(UnsupportedError, match="a store is needed"):
+    with pytest.raises(UnsupportedError, match="expected a store"):
         Compressed(codecs.Int8())
 
 

@@ -168,7 +168,7 @@ def test_a_write_that_fails_keeps_the_tensor(writes, fault, number):
     (told,) = caught
     assert told.category is StoreWarning
     assert "could not be written: [Errno" in str(told.message)
-    assert "Such tensors stay where they are; this is said once." in str(told.message)
+    assert "Such tensors stay where they are. This warning is shown once." in str(told.message)
     lost = (number - 1) // 2
     assert [handle.stored_bytes for handle in handles] == [0 if index == lost else 800_000 for index in range(5)]
     assert store.statistics.failed == 1

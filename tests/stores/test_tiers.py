@@ -75,8 +75,8 @@ def test_a_store_of_ones_own():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Tiers, r"Tiers\(\): at least one store is needed"),
-        (lambda: Tiers("1GiB"), "a store is needed, got '1GiB'"),
+        (Tiers, r"Tiers\(\): expected at least one store"),
+        (lambda: Tiers("1GiB"), "expected a store, got '1GiB'"),
         (lambda: Tiers(Host(strict=True), Host()), r"Host\(\) is strict.*Tiers\(..., strict=True\)"),
     ],
 )

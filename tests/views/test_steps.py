@@ -17,7 +17,7 @@ def moment(seconds, live_bytes, phase="forward", **more):
 
 STEP = Step(
     name="a step",
-    moments=(
+    points=(
         moment(0.0, 100),
         moment(1.0, 300, says=("forward of a", "aten.mm")),
         moment(2.0, 400, "backward"),
@@ -31,7 +31,7 @@ STEP = Step(
 
 
 def test_stretches_of_one_phase_are_one_slice():
-    slices = phases_of(STEP.moments)
+    slices = phases_of(STEP.points)
 
     assert [(one.name, one.starts_s, one.ends_s) for one in slices] == [("forward", 0.0, 2.0), ("backward", 2.0, 3.0)]
 
@@ -43,9 +43,9 @@ def test_what_has_no_name_or_takes_no_time_is_no_slice():
 
 
 def test_a_step_without_moments_has_no_phases_and_no_peak():
-    step = Step(name="nothing", moments=())
+    step = Step(name="nothing", points=())
 
-    assert phases_of(step.moments) == ()
+    assert phases_of(step.points) == ()
     assert step.peak is None and step.ends_s == 0.0
     step_chart(step, title="nothing")
 
@@ -64,8 +64,8 @@ def test_an_area_follows_the_jumps_and_is_closed_at_what_was_there_before():
 
 
 def test_a_phase_that_comes_twice_is_two_shapes():
-    moments = [moment(0.0, 1), moment(1.0, 2, "backward"), moment(2.0, 3, "recompute"), moment(3.0, 2, "backward")]
-    chart = step_chart(Step(name="twice", moments=(*moments, moment(4.0, 1, "backward"))), title="memory")
+    points = [moment(0.0, 1), moment(1.0, 2, "backward"), moment(2.0, 3, "recompute"), moment(3.0, 2, "backward")]
+    chart = step_chart(Step(name="twice", points=(*points, moment(4.0, 1, "backward"))), title="memory")
 
     backward = next(one for one in chart.figure["data"] if one["name"] == "backward")
     assert backward["x"].count(None) == 1
@@ -79,23 +79,23 @@ def test_rows_of_a_table_know_where_their_slices_are():
 
 
 def test_of_many_points_each_peak_is_drawn():
-    moments = [moment(place, 10 + place % 7, "forward") for place in range(10_000)]
-    moments[5_003] = moment(5_003, 1_000)
-    moments[7_001] = moment(7_001, 1)
+    points = [moment(place, 10 + place % 7, "forward") for place in range(10_000)]
+    points[5_003] = moment(5_003, 1_000)
+    points[7_001] = moment(7_001, 1)
 
-    drawn = thinned(moments, 400)
+    drawn = thinned(points, 400)
 
     assert len(drawn) <= 400
-    assert moments[5_003] in drawn and moments[7_001] in drawn
-    assert drawn[0] == moments[0] and drawn[-1] == moments[-1]
+    assert points[5_003] in drawn and points[7_001] in drawn
+    assert drawn[0] == points[0] and drawn[-1] == points[-1]
     assert [one.seconds for one in drawn] == sorted(one.seconds for one in drawn)
 
 
 def test_of_many_points_each_change_of_the_phase_is_drawn():
     # A backward that began in the midst of a stretch was drawn as forward until the next one.
-    moments = [moment(place, 10, "forward" if place < 5_005 else "backward") for place in range(10_000)]
+    points = [moment(place, 10, "forward" if place < 5_005 else "backward") for place in range(10_000)]
 
-    drawn = thinned(moments, 400)
+    drawn = thinned(points, 400)
 
     assert next(one.seconds for one in drawn if one.phase == "backward") == 5_005
 

@@ -92,7 +92,7 @@ class Accelerator:
 
     def lacks(self, what: str) -> UnsupportedError:
         """Return the error for a capability that this kind of device lacks."""
-        return UnsupportedError(f"{what} on cpu and cuda, not on {self.type}: torch has nothing for it there.")
+        return UnsupportedError(f"{what} on cpu and cuda, not on {self.type}: torch does not support it there.")
 
     # ----------------------------------------------------------------------------------------------------- devices
 
@@ -319,14 +319,14 @@ class _Cuda(Accelerator):
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             raise UnsupportedError(
-                f"allocations are recorded by the history of torch's own allocator, and {backend} keeps none: take "
-                f'"backend:{backend}" out of PYTORCH_CUDA_ALLOC_CONF.'
+                f"allocations are read from the history of torch's own allocator, and {backend} keeps none: remove "
+                f'"backend:{backend}" from PYTORCH_CUDA_ALLOC_CONF.'
             )
         # A CPU build of torch lacks this function, and old builds lack this query.
         if getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
             raise UnsupportedError(
                 "the history of torch's CUDA allocator is being recorded (torch.cuda.memory._record_memory_history), "
-                "and to record allocations would end it. Plan and measure outside of it."
+                "and recording allocations would end it. Plan and measure outside of it."
             )
 
     def begin_history(self) -> None:

@@ -168,7 +168,7 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
             )
         }
     raise VersionError(
-        f"the backend {backend!r} has no hook for a partitioner; `inductor`, `aot_eager` and what "
+        f"the backend {backend!r} has no hook for a partitioner; `inductor`, `aot_eager` and backends that "
         "`torch._dynamo.backends.common.aot_autograd` makes have one."
     )
 
@@ -205,9 +205,9 @@ def never_uncompiled() -> Generator[None]:
             yield
     except limit:
         raise BudgetError(
-            f"dynamo has compiled {config.recompile_limit} versions of one function, and would run the next as it is, "
-            "without a budget. Give it its largest inputs first, compile with dynamic=True, or raise "
-            "`torch._dynamo.config.recompile_limit`. The log of TORCH_LOGS=recompiles says what each was for."
+            f"dynamo has compiled {config.recompile_limit} versions of one function, and would run the next one "
+            "uncompiled, without a budget. Give it its largest inputs first, compile with dynamic=True, or raise "
+            "`torch._dynamo.config.recompile_limit`. TORCH_LOGS=recompiles logs the reason for each."
         ) from None
 
 

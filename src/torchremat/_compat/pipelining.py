@@ -76,8 +76,8 @@ def name_of(schedule: object) -> str:
         if isinstance(known, type) and isinstance(schedule, known):
             return name
     raise UnsupportedError(
-        f"schedule: a {type(schedule).__name__} is not known. Allowed are the schedules of "
-        f"torch.distributed.pipelining: {', '.join((*SINGLE, *RUNTIME))}."
+        f"schedule: a {type(schedule).__name__} is not supported. Use a schedule of torch.distributed.pipelining: "
+        f"{', '.join((*SINGLE, *RUNTIME))}."
     )
 
 

@@ -90,12 +90,12 @@ class _Group(Protocol):
     def reshard(self) -> None: ...
 
 
-class _State(Protocol):
+class _FSDPState(Protocol):
     _fsdp_param_groups: list[_Group]
 
 
 class _Module(Protocol):
-    def _get_fsdp_state(self) -> _State: ...
+    def _get_fsdp_state(self) -> _FSDPState: ...
 
 
 class Shard:
@@ -204,9 +204,9 @@ def _own_code() -> frozenset[int]:
     return frozenset(id(one.__code__) for one in methods if isinstance(one, FunctionType))
 
 
-def _groups_of(state: _State | None) -> list[_Group]:
+def _groups_of(state: _FSDPState | None) -> list[_Group]:
     if hasattr(state, "_fsdp_param_groups"):
-        return cast("_State", state)._fsdp_param_groups
+        return cast("_FSDPState", state)._fsdp_param_groups
     one = getattr(state, "_fsdp_param_group", None)  # torch 2.12 and older; the states of others have neither
     return [] if one is None else [one]
 
@@ -294,9 +294,9 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         group._post_forward_indices.clear()
 
 
-def _all_states() -> Mapping[nn.Module, Callable[[], _State | None]]:
+def _all_states() -> Mapping[nn.Module, Callable[[], _FSDPState | None]]:
     states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
-    return cast("Mapping[nn.Module, Callable[[], _State | None]]", states)
+    return cast("Mapping[nn.Module, Callable[[], _FSDPState | None]]", states)
 
 
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:

@@ -147,8 +147,8 @@ def check_transform_inside(error: BaseException) -> None:
     if type(error) is RuntimeError and is_of_transform(str(error)):
         raise UnsupportedError(
             "torch.func.grad, vjp, jacrev and hessian do not run inside a region: they refuse saved-tensor hooks, "
-            "which a region consists of. Make the region inside of the function that is transformed, or use "
-            "torch.autograd.grad or torch.func.jvp in the region."
+            "which regions are made of. Put the region inside the transformed function, or use torch.autograd.grad "
+            "or torch.func.jvp in the region."
         ) from None
 
 

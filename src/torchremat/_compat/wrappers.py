@@ -113,7 +113,9 @@ def wrapper_of(
         stack.enter_context(suppress(_ProgramReceived))
         compile_(tried, inputs, is_backward=is_backward)
     if not found:
-        raise UnsupportedError("Inductor offers its program to nobody; something else has taken its compilation over.")
+        raise UnsupportedError(
+            "Inductor has not offered its program to torchremat: something else has replaced its compilation."
+        )
     return found[0]
 
 

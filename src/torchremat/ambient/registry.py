@@ -52,7 +52,7 @@ def register(entry: Ambient) -> None:
     """
     if not isinstance(entry, Ambient):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise UnsupportedError(
-            f"entry: an object with `name`, `capture()` and `restore(state)` is needed, got {type(entry).__name__}."
+            f"entry: expected an object with `name`, `capture()` and `restore(state)`, got {type(entry).__name__}."
         )
     if any(one is entry for one in entries):
         raise UnsupportedError(f"{entry.name} is registered already.")

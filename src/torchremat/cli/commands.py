@@ -78,7 +78,9 @@ def command(
     *,
     is_version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and that of torch."),
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help=("Print the versions of torchremat and torch.")
+        ),
     ] = False,
 ) -> None:
     """Handle the options before a command."""
@@ -154,7 +156,7 @@ def measure_command(
 def saved_command(
     target: Target,
     top: Annotated[int, typer.Option(min=1, help="How many rows of each table to print.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="File to write all of the report to, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the whole report, as JSON.")] = None,
     html: Html = None,
 ) -> None:
     """Print what autograd keeps of a training step at the end of its forward: which bytes, saved where."""
@@ -203,7 +205,7 @@ def plan_command(
 @app.command("frontier")
 def frontier_command(
     target: Target,
-    points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = POINTS,
+    points: Annotated[int, typer.Option(min=2, help="Number of budgets to plan for.")] = POINTS,
     out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
     html: Html = None,
@@ -296,7 +298,7 @@ def _check_files(*paths: Path | None, plot: Path | None = None, html: Path | Non
     """Raise before any work is done if a file, a picture or a page could not be written after it."""
     for path in (*paths, plot, html):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise TargetError(f"{path} cannot be written: {path.parent} is no folder, or it is one itself.")
+            raise TargetError(f"{path} cannot be written: {path.parent} is not a folder, or {path} is one.")
     if plot is not None:
         check_picture(plot)
     if html is not None:
@@ -330,8 +332,8 @@ def _judge(plan: Plan, report: Report) -> None:
         raise typer.Exit(1)
     if report.is_exact is None and not report.noise:
         _say(
-            "The plain step does not fit into memory, so nothing says that the gradients are its: compare a smaller "
-            "batch, or on a larger device."
+            "The plain step does not fit into memory, so its gradients cannot be compared. Verify a smaller batch, "
+            "or use a larger device."
         )
         raise typer.Exit(3)
 

@@ -27,21 +27,30 @@ Budget = Annotated[
 Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
 Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
 Operators = Annotated[bool, typer.Option(help="Whether parts of a module may be kept.")]
-On = Annotated[Literal["meta"] | None, typer.Option(help="meta: run nothing, plan for a device that is not here.")]
+On = Annotated[Literal["meta"] | None, typer.Option(help=("meta: plan for another device, without running anything."))]
 Described = Annotated[
     str | None,
     typer.Option(
-        help="Whose bytes count; that of the first parameter if not given. With --on meta: a name like h100, or a file."
+        help=(
+            "Device whose bytes count; by default that of the first parameter. With --on meta: a name like h100, or "
+            "a file."
+        )
     ),
 ]
-SaveDevice = Annotated[Path | None, typer.Option(help="File to describe this device in, for plans with --on meta.")]
-Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
+SaveDevice = Annotated[
+    Path | None, typer.Option(help=("File for a description of this device, for plans with --on meta."))
+]
+Device = Annotated[str | None, typer.Option(help=("Device whose bytes count; by default that of the first parameter."))]
 Stores = Annotated[
     list[str] | None,
-    typer.Option(help="Where saved tensors may wait: disk or host. Give it once for each; for verify as for plan."),
+    typer.Option(
+        help=("Where saved tensors may wait: disk or host. Repeat it for both, and give verify the same as plan.")
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
+Plot = Annotated[
+    Path | None, typer.Option(help=("Image to draw: live bytes over the step. The file ending sets the format."))
+]
 
 Html = Annotated[Path | None, typer.Option(help="Page to write, for a browser; it needs no network.")]
 Trace = Annotated[Path | None, typer.Option(help="Trace to write, for ui.perfetto.dev: .json or .json.gz.")]
@@ -71,9 +80,10 @@ def place_of(text: str | None) -> torch.device | None:
     except RuntimeError as error:
         if is_described(text):
             raise TargetError(
-                f"--device {text!r} names the description of a device: `plan` and `frontier` take it with --on meta."
+                f"--device {text!r} is the description of a device; only `plan` and `frontier` take one, with "
+                "--on meta."
             ) from error
-        raise TargetError(f"--device {text!r} is no device, like cpu or cuda:0.") from error
+        raise TargetError(f"--device {text!r} is not a device such as cpu or cuda:0.") from error
 
 
 def described_of(text: str | None, on: On) -> torch.device | DeviceDescription | None:

@@ -52,20 +52,20 @@ def load(target: str) -> TargetStep:
     """
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
-        raise TargetError(f"{target!r}: `module:factory` is needed, like `train:build`.")
+        raise TargetError(f"{target!r}: expected `module:factory`, like `train:build`.")
     if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
-        raise TargetError(f"{module_name!r}: the name of a module is needed, like `train`, not of a file.")
+        raise TargetError(f"{module_name!r}: expected the name of a module, like `train`, not of a file.")
     found: object = _imported(module_name)
     for name in path.split("."):
         if not hasattr(found, name):
             raise TargetError(f"module {module_name!r} has no {path!r}.{_offered(module_name)}")
         found = getattr(found, name)
     if not callable(found):
-        raise TargetError(f"{target} is no function but a {type(found).__name__}; it has to return {SHAPE}.")
+        raise TargetError(f"{target} is a {type(found).__name__}, not a function that returns {SHAPE}.")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise TargetError(f"{target} is called without arguments, which it does not take: {error}.") from error
+        raise TargetError(f"{target} has to take no arguments: {error}.") from error
     except ValueError:  # some callables of C have no signature
         pass
     return _subject(target, cast("Callable[[], object]", found)())
@@ -80,7 +80,9 @@ def _imported(name: str) -> object:
         # A module that this module imports may be missing too; that is the user's own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise TargetError(f"there is no module {error.name!r} here or among what is installed.") from error
+        raise TargetError(
+            f"there is no module {error.name!r} in this folder or among the installed packages."
+        ) from error
 
 
 def _offered(module_name: str) -> str:
@@ -96,7 +98,7 @@ def _offered(module_name: str) -> str:
 def _subject(target: str, made: object) -> TargetStep:
     parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3):
-        raise TargetError(f"{target} returned {_described(made)}; {SHAPE} is needed.")
+        raise TargetError(f"{target} returned {_described(made)}; expected {SHAPE}.")
     model, step, optimizer = (*parts, None)[:3]
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} returned {_described(made)}; the first has to be a torch.nn.Module.")

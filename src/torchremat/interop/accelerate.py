@@ -40,8 +40,8 @@ _WORDS = Words(
     step="the `step` that `prepare` was given",
     taker="it",
     smaller=(
-        "In your loop: a smaller batch, with more `Accelerator(gradient_accumulation_steps=...)`, takes less for the "
-        "same training."
+        "In your loop: a smaller batch, with more `Accelerator(gradient_accumulation_steps=...)`, takes less memory "
+        "for the same training."
     ),
 )
 
@@ -140,9 +140,9 @@ def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[
     shaped = _shaped.get(optimizer) if isinstance(optimizer, AcceleratedOptimizer) else None
     if shaped is None:
         raise StepError(
-            "optimizer: that which `prepare(..., shapes=True)` has returned is needed, and this "
-            f"{type(optimizer).__name__} is another. Without `shapes=True` a plan is on the model already, and no "
-            "block is needed."
+            "optimizer: expected the one that `prepare(..., shapes=True)` returned, not another "
+            f"{type(optimizer).__name__}. Without `shapes=True` the plan is on the model already, and you can leave "
+            "this block out."
         )
     shaped.has_begun = True
     with shaped.budgeted.step(shaped.step, batch):
@@ -157,8 +157,8 @@ def _expect_batches(optimizer: torch.optim.Optimizer, shaped: _Shaped) -> None:
         handle.remove()
         if not shaped.has_begun:
             raise UnsupportedError(
-                "prepare: the optimizer steps, and no batch has come within the budget, so with `shapes=True` nothing "
-                "was planned. Put forward and backward of each batch into `with "
+                "prepare: the optimizer steps, but no batch has run in a `within_budget` block, so nothing was "
+                "planned. Put forward and backward of each batch into `with "
                 "torchremat.interop.accelerate.within_budget(optimizer, batch):`."
             )
 
@@ -186,9 +186,9 @@ def _training_mode(model: nn.Module) -> Generator[None]:
 
 def _check(accelerator: accelerate.Accelerator, model: nn.Module) -> None:
     if not isinstance(accelerator, accelerate.Accelerator):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"accelerator: an accelerate.Accelerator is needed, got {type(accelerator).__name__}.")
+        raise StepError(f"accelerator: expected an accelerate.Accelerator, got {type(accelerator).__name__}.")
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        raise StepError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     check_recomputes_nothing(model, "prepare")
     engine = accelerator.distributed_type.value
     if engine in ("DEEPSPEED", "MEGATRON_LM"):

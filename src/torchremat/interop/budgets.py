@@ -237,8 +237,8 @@ def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise UnsupportedError(
             f"{owner}: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
-            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: the "
-            "budget recomputes as much as has to be, and no more."
+            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: "
+            "with a budget, only as much is recomputed as has to be."
         )
 
 
@@ -258,7 +258,7 @@ def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer
     for one in found:
         if not isinstance(one, frameworks):
             return one
-    raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+    raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
@@ -297,7 +297,7 @@ def _advised(training: Training) -> Generator[None]:
 
 
 def _no_loss(model: nn.Module, batch: object) -> object:
-    raise bug("a step is run that is not under way")
+    raise bug("a step runs that has not begun")
 
 
 def _sizes_of(batch: object) -> Sizes:

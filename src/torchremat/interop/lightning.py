@@ -32,11 +32,11 @@ except ModuleNotFoundError as error:
 
 _WORDS = Words(
     owner="`MemoryBudget`",
-    step="what `training_step` of the module does",
+    step="`training_step` of the module",
     taker="the module",
     smaller=(
         "In your data module: a smaller `batch_size`, with more `accumulate_grad_batches` in the Trainer, takes less "
-        "for the same training."
+        "memory for the same training."
     ),
 )
 
@@ -158,16 +158,17 @@ def _log(trainer: pl.Trainer, numbers: dict[str, float]) -> None:
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if sum(isinstance(one, MemoryBudget) for one in cast("list[pl.Callback]", trainer.callbacks)) > 1:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: set by a connector
-        raise UnsupportedError("MemoryBudget: the trainer has two of them, and a training has one budget. Give it one.")
+        raise UnsupportedError("MemoryBudget: the trainer has two of these callbacks. Give it one.")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedError(
-            f"MemoryBudget: `training_step(dataloader_iter)` of {type(module).__name__} takes batches from the loader "
-            "itself, and a step that is planned runs several times. Let it be `training_step(batch, batch_idx)`."
+            f"MemoryBudget: `training_step(dataloader_iter)` of {type(module).__name__} takes batches from the "
+            "loader itself, and a step that is planned runs several times. Write it as `training_step(batch, "
+            "batch_idx)`."
         )
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"MemoryBudget: {type(module).__name__} has `automatic_optimization = False`: its `training_step` runs "
-            "backward and optimizers itself, and there is no loss that a plan could begin from. Plan in the module, in "
+            "backward and optimizers itself, so there is no loss to plan from. Plan in the module, in "
             "`on_train_start`: torchremat.fit(self.generator, step, budget=...), for each part that has a loss."
         )
     if not parameters_of(trainer.optimizers):

@@ -38,11 +38,11 @@ except ModuleNotFoundError as error:
 
 _WORDS = Words(
     owner="`MemoryBudget`",
-    step="what `compute_loss` of the trainer does",
+    step="`compute_loss` of the trainer",
     taker="the trainer",
     smaller=(
         "In TrainingArguments: a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps` takes "
-        "less for the same training."
+        "less memory for the same training."
     ),
 )
 _COMPILED = (
@@ -138,7 +138,7 @@ class _TrainingWatch:
             raise UnsupportedError(
                 f"MemoryBudget: {type(self._trainer).__name__} has trained without calling `compute_loss`, which is "
                 "where a step is planned. Leave MemoryBudget out and plan by hand before `trainer.train()`: "
-                "torchremat.fit(model, step, budget=...), where `step` computes the loss that the trainer does."
+                "torchremat.fit(model, step, budget=...), where `step` computes the same loss as the trainer."
             )
 
     def end(self) -> None:
@@ -194,13 +194,13 @@ def _trainer_of(callback: MemoryBudget) -> transformers.Trainer:
 def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) -> None:
     own = type(args).__name__
     if sum(isinstance(one, MemoryBudget) for one in trainer.callback_handler.callbacks) > 1:
-        raise UnsupportedError("MemoryBudget: the trainer has two of them, and a training has one budget. Give it one.")
+        raise UnsupportedError("MemoryBudget: the trainer has two of these callbacks. Give it one.")
     flags = [flag for flag in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, flag, False)]
     if flags:  # one is the older name of the other
         raise UnsupportedError(
             f"MemoryBudget: {' or '.join(f'`{own}({flag}=True)`' for flag in flags)} recomputes every layer already, "
-            f"and a budget would recompute on top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs "
-            "have it on by default): the budget recomputes as much as has to be, and no more."
+            f"and a budget would recompute on top of that. Set `{own}(gradient_checkpointing=False)` (TRL's configs "
+            "have it on by default): with a budget, only as much is recomputed as has to be."
         )
     check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")
     if trainer.is_deepspeed_enabled:
@@ -210,7 +210,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
         )
     if args.n_gpu > 1:
         raise UnsupportedError(
-            f"MemoryBudget: this one process trains on {args.n_gpu} GPUs with nn.DataParallel, which copies the model "
-            "in each step. Start one process for each GPU, `torchrun --nproc-per-node=gpu train.py`, or show it one: "
-            "`CUDA_VISIBLE_DEVICES=0`."
+            f"MemoryBudget: this one process trains on {args.n_gpu} GPUs with nn.DataParallel, which copies the "
+            "model in each step. Start one process for each GPU, `torchrun --nproc-per-node=gpu train.py`, or show "
+            "this process only one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )

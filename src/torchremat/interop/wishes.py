@@ -35,8 +35,8 @@ class Wishes:
         check_flags(shapes=self.shapes)
         if self.shapes and relative_of(self.budget) is not None:
             raise BudgetError(
-                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
-                'in bytes, like "20GiB".'
+                f"budget={self.budget!r}: with shapes=True the plain peak differs from shape to shape; give the "
+                'budget in bytes, like "20GiB".'
             )
 
 

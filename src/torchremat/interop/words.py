@@ -29,7 +29,7 @@ class Words:
             case BudgetError():
                 return f"{self.smaller} Or give {self.owner} the budget that works."
             case StepError():
-                return f"Here the step is {self.step}, on the batch that comes."
+                return f"Here the step is {self.step}, on the next batch."
             case PlanError():
                 return f"{self.owner} plans by itself: give {self.taker} what `torchremat.unwrap(model)` returns."
             case _:

@@ -37,7 +37,7 @@ def model_first(function: Callable[P, R]) -> Callable[P, R]:
         if not args or isinstance(first, nn.Module) or not isinstance(second, nn.Module):
             return function(*args, **kwargs)
         warn(
-            f"{name}(step, model) is {name}(model, step) from 0.2 on, as with `plan`; the old order goes in 0.3.",
+            f"{name}(step, model) is now {name}(model, step), as with `plan`; 0.3 will remove the old order.",
             DeprecatedWarning,
         )
         named = {key: value for key, value in kwargs.items() if key != "model"}

@@ -81,6 +81,6 @@ def depends_on_data(func: Callable[..., object]) -> str:
 def reads_data(place: str, what: str) -> str:
     """Return the message for a step that does `what`, an act that needs values, at a place."""
     return (
-        f"{place}: the step {what}, and without running it there are none. Take it out of the step for "
-        "planning, or plan where the step can run, without on='meta'."
+        f"{place}: the step {what}, and on='meta' computes none. Take it out of the step for planning, or plan where "
+        "the step can run, without on='meta'."
     )

@@ -31,7 +31,7 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
         advice = "Take the batch before, and let the step hold it: `batch = next(loader)`."
     else:
         found = f"raised {type(error).__name__}: {error}"
-        advice = "It seems to use up what it is given: let it take from a copy, such as `dict(batch).pop(...)`."
+        advice = "It seems to consume its input: let it take from a copy, such as `dict(batch).pop(...)`."
     return StepError(f"the step {ran}{found}. It is run several times here. {advice}")
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from torchremat.measuring.freeing import StepLog, blocks_of
 from torchremat.measuring.needs import need_of
 from torchremat.measuring.packed import InStore, behind, kept_by
-from torchremat.measuring.saved_report import DerivedStorage, KeptStorage, Kind, Saved, SavedReport
+from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved
+from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import SavedPlaceholder, SaveLog, WatchedForward
 from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.regions.recording import Recording

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchremat.measuring.curves import Phase, phase_at
+from torchremat.measuring.measurement_data import MeasurementData
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
 from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
-
-if TYPE_CHECKING:
-    from torchremat.measuring.measurement import Measurement
-    from torchremat.measuring.timeline import MemoryTimeline
 
 OUTSIDE = "(outside of all)"
 
 _HEADINGS = ("module", "highest", "left by forward", "forward", "recompute", "backward")
 
 
-def step_of(measurement: Measurement) -> Step:
+def step_of(measurement: MeasurementData) -> Step:
     """Return the viewable form of a measured step."""
     timeline = measurement.timeline
     start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
-    moments = (start, *(_moment(timeline, event) for event in range(len(timeline))))
+    points = (start, *(_moment(timeline, event) for event in range(len(timeline))))
     return Step(
         name=f"measured on {measurement.device}",
-        moments=moments,
-        slices=(*phases_of(moments), *_modules(timeline, row="block"), *_modules(timeline, row="module")),
+        points=points,
+        slices=(*phases_of(points), *_modules(timeline, row="block"), *_modules(timeline, row="module")),
         jumps=True,
         before_bytes=measurement.before_bytes,
     )
@@ -92,7 +89,7 @@ def _took(timeline: MemoryTimeline, before_bytes: int) -> dict[str, _ModuleTotal
     return found
 
 
-def _table(measurement: Measurement) -> Table:
+def _table(measurement: MeasurementData) -> Table:
     took = _took(measurement.timeline, measurement.before_bytes)
     most = max((one.left_bytes for one in took.values()), default=0)
     rows = tuple(
@@ -112,25 +109,29 @@ def _table(measurement: Measurement) -> Table:
         title="Modules",
         columns=_HEADINGS,
         rows=rows,
-        note="Highest is the most memory live while the module ran; left by forward is what came in its forward and "
-        "stayed. The times are those of the run that was traced, which is slower.",
+        note="Highest: the most memory live while the module ran. Left by forward: what its forward allocated and did "
+        "not free. Times are of the traced run, which is slower.",
     )
 
 
-def page_of(measurement: Measurement) -> Page:
+def page_of(measurement: MeasurementData) -> Page:
     """Return the page of a measurement."""
     step = step_of(measurement)
     return Page(
         title=f"A training step on {measurement.device}: peak {format_bytes(measurement.peak_bytes)}",
         facts=tuple(Fact(name=name.strip(), value=value, note=note) for name, value, note in measurement.rows),
-        charts=(step_chart(step, title="Memory over the step", note=_note(measurement)),) if step.moments[1:] else (),
-        tables=(_table(measurement),) if step.moments[1:] else (),
+        charts=(step_chart(step, title="Memory over the step", note=_note(measurement)),) if step.points[1:] else (),
+        tables=(_table(measurement),) if step.points[1:] else (),
     )
 
 
-def _note(measurement: Measurement) -> str:
+def _note(measurement: MeasurementData) -> str:
     known = bool(measurement.timeline.operator.any())
-    lines = "Operators and lines are those of a second run, found by module, order and size." if known else ""
+    lines = "Operators and lines come from a second run, matched by module, order and size." if known else ""
     size = format_bytes(measurement.slack_bytes)
-    slack = f"The {size} beyond what was asked for are not in the curve." if measurement.slack_bytes else ""
+    slack = (
+        f"The {size} that the allocator gave beyond the requests are not in the curve."
+        if measurement.slack_bytes
+        else ""
+    )
     return " ".join(filter(None, [lines, slack]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -27,21 +26,19 @@ from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
 from torchremat.measuring.measured_page import page_of, step_of
+from torchremat.measuring.measurement_data import MeasurementData, Source
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page
 from torchremat.views.steps import Step as ShownStep
 from torchremat.views.viewed import ViewedOverTime
 
-Source = Literal["allocator", "tracker", "cuda"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Measurement(ViewedOverTime):
+class Measurement(MeasurementData, ViewedOverTime):
     """The bytes, seconds and flops of one training step (forward and backward) on `device`.
 
     Attributes:
@@ -68,41 +65,6 @@ class Measurement(ViewedOverTime):
             context, NCCL, and other processes.
     """
 
-    device: torch.device
-    source: Source
-    peak_bytes: int
-    kept_bytes: int
-    tracker_peak_bytes: int
-    tracker_kept_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
-    buffer_bytes: int
-    optimizer_bytes: int
-    input_bytes: int
-    seconds: float
-    flops: int
-    recomputed_flops: int
-    timeline: MemoryTimeline
-    resident_bytes: int = 0
-    slack_bytes: int = 0
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-
-    @property
-    def before_bytes(self) -> int:
-        """Live bytes before the step."""
-        return sum(self._parts().values())
-
-    def _parts(self) -> dict[str, int]:
-        return {
-            "parameters": self.parameter_bytes,
-            "gradients": self.gradient_bytes,
-            "buffers": self.buffer_bytes,
-            "optimizer": self.optimizer_bytes,
-            "inputs": self.input_bytes,
-            "resident": self.resident_bytes,
-        }
-
     def plot(self, path: str | Path) -> None:
         """Draw the live bytes over the step into an image file; its suffix sets the format.
 
@@ -125,32 +87,6 @@ class Measurement(ViewedOverTime):
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in self.rows)
-
-    @property
-    def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """The rows that `print` shows: names, numbers and notes."""
-        rows = [
-            ("peak", format_bytes(self.peak_bytes), self._peak_note()),
-            ("  before the step", format_bytes(self.before_bytes), self._before_note()),
-            ("  the step itself", format_bytes(self.peak_bytes - self.before_bytes - self.slack_bytes), ""),
-            ("kept by forward", format_bytes(self.kept_bytes), ""),
-            ("time", f"{self.seconds * 1e3:.1f} ms", ""),
-            ("flops", f"{self.flops / 1e9:.2f} G", f"recomputed: {self.recomputed_flops / 1e9:.2f} G"),
-        ]
-        if self.reserved_bytes is not None:
-            rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "beyond what was asked for")]
-            rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
-        return tuple(rows)
-
-    def _peak_note(self) -> str:
-        if not len(self.timeline):
-            return f"{self.source}, {self.device}"
-        where = self.timeline.module_at(self.timeline.peak_at)
-        phase = self.timeline.phase_at(self.timeline.peak_at)
-        return f"in {phase}{f' of {where}' if where else ''} ({self.source}, {self.device})"
-
-    def _before_note(self) -> str:
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
 
 
 @without_our_frames

@@ -33,7 +33,7 @@ class ModuleStack:
 
     def __init__(self, on_change: Callable[[str], object]) -> None:
         self._on_change = on_change
-        self._thread = _Thread()
+        self._thread = _RunningModules()
 
     @property
     def current(self) -> str:
@@ -58,7 +58,7 @@ class ModuleStack:
         self._on_change(name)
 
 
-class _Thread(threading.local):
+class _RunningModules(threading.local):
     def __init__(self) -> None:
         self.running: list[str] = []
         self.backward = OUTSIDE

@@ -25,7 +25,7 @@ def check_picture(path: str | Path) -> None:
         ) from error
     kinds = Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, matplotlib would choose the name
-        raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
+        raise UnsupportedError(f"{path}: the file ending sets the format, one of {', '.join(sorted(kinds))}.")
 
 
 def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:

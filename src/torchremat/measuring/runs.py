@@ -149,7 +149,7 @@ def _existing(wanted: torch.device | str) -> torch.device:
     try:
         place = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f'device={wanted!r} is no device, like "cpu" or "cuda:0".') from error
+        raise UnsupportedError(f'device={wanted!r} is not a device such as "cpu" or "cuda:0".') from error
     accelerator = accelerator_of(place)
     if accelerator.records is None:
         return place

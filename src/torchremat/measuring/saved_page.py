@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from torchremat.measuring.measured_page import OUTSIDE
+from torchremat.measuring.saved_data import SavedData
 from torchremat.measuring.saved_text import storage_rows, summary_rows
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
 from torchremat.views.tree_chart import tree_chart
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-    from torchremat.measuring.saved_report import SavedReport
-
-
-def page_of(report: SavedReport) -> Page:
+def page_of(report: SavedData) -> Page:
     """Return the page of a report."""
     title = f"What autograd keeps: {format_bytes(report.saved_bytes)}"
     if not report.requires_grad:
@@ -53,7 +49,7 @@ def _totals(title: str, name: str, totals: Mapping[str, int], whole: int) -> Tab
     return Table(title=title, columns=(name, "saved", "share"), rows=rows)
 
 
-def _storages(report: SavedReport) -> Table:
+def _storages(report: SavedData) -> Table:
     rows = tuple(
         TableRow(
             cells=(
@@ -76,7 +72,7 @@ def _storages(report: SavedReport) -> Table:
     )
 
 
-def _blocks(report: SavedReport) -> Table:
+def _blocks(report: SavedData) -> Table:
     rows: list[TableRow] = []
     for name in () if report.is_compiled else report.blocks:
         one = report.freed_by(blocks=[name])
@@ -85,5 +81,5 @@ def _blocks(report: SavedReport) -> Table:
         title="Blocks as regions",
         columns=("as a region", "frees", "keeps"),
         rows=tuple(rows),
-        note="What would go if the block were recomputed, and what the region would hold for that.",
+        note="What a recompute of the block would free, and what the region would hold for it.",
     )

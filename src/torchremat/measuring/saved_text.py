@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from torchremat.measuring.saved_data import KeptStorage, Kind, Saved, SavedData
 from torchremat.tensors.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from torchremat.measuring.saved_report import KeptStorage, Kind, Saved, SavedReport
 
 _WIDEST = 44  # width of a cell; the end of a path says more than its beginning
 
 
-def described(report: SavedReport, top: int) -> str:
+def described(report: SavedData, top: int) -> str:
     """Return a report as text, with the `top` largest of each kind of row."""
     if not report.requires_grad:
         return "The loss does not require grad: autograd keeps nothing for it."
@@ -21,7 +18,7 @@ def described(report: SavedReport, top: int) -> str:
     return "\n\n".join(parts)
 
 
-def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
+def summary_rows(report: SavedData) -> list[tuple[str, str, str]]:
     """Return the totals of a report: the name of each, the bytes, and a note."""
     saved = [one for one in report.entries if one.kind == "saved"]
     count = sum(one.kind == "saved" for one in report.storages.values())
@@ -38,7 +35,7 @@ def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
     before: tuple[Kind, ...] = ("parameter", "buffer", "input")
     for kind in before:
         if any(one.kind == kind for one in report.storages.values()):
-            rows.append((f"{kind}s", format_bytes(report.bytes_of(kind)), "saved as well, but there anyway"))
+            rows.append((f"{kind}s", format_bytes(report.bytes_of(kind)), "saved too, but live anyway"))
     if any(one.kind == "stored" for one in report.storages.values()):
         rows.append(("stored", format_bytes(report.stored_bytes), "taken by a store"))
     if report.region_slots:
@@ -60,7 +57,7 @@ def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _summary(report: SavedReport) -> list[str]:
+def _summary(report: SavedData) -> list[str]:
     lines = [f"{name:<18}{size:>12}  {note}".rstrip() for name, size, note in summary_rows(report)]
     if report.is_compiled:
         lines.append("Compiled code ran; what it saves is one node for each graph.")
@@ -71,7 +68,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _tables(report: SavedReport, top: int) -> list[str]:
+def _tables(report: SavedData, top: int) -> list[str]:
     found = [_table(["bytes", "saved for", "operator", "module", "at", "tensor"], _storage_rows(report), top)]
     for name, totals in (
         ("node", report.by_operator()),
@@ -89,13 +86,13 @@ def _tables(report: SavedReport, top: int) -> list[str]:
     return [one for one in found if one]
 
 
-def storage_rows(report: SavedReport) -> list[tuple[KeptStorage, Saved]]:
+def storage_rows(report: SavedData) -> list[tuple[KeptStorage, Saved]]:
     """Return each storage that only autograd keeps alive, with its first save, the largest first."""
     found = sorted(report.storages.values(), key=lambda one: -one.size)
     return [(one, report.entries[one.saves[0]]) for one in found if one.kind in ("saved", "stored")]
 
 
-def _storage_rows(report: SavedReport) -> list[list[str]]:
+def _storage_rows(report: SavedData) -> list[list[str]]:
     rows: list[list[str]] = []
     for one, first in storage_rows(report):
         more = f" +{len(one.saves) - 1}" if len(one.saves) > 1 else ""
@@ -122,7 +119,7 @@ def _total_rows(totals: Mapping[str, int], whole: int, of: str) -> list[list[str
     ]
 
 
-def _copy_rows(report: SavedReport) -> list[list[str]]:
+def _copy_rows(report: SavedData) -> list[list[str]]:
     rows: list[list[str]] = []
     for one in sorted(report.copies, key=lambda one: -one.freed_bytes):
         kept = report.storages.get(one.source)
@@ -134,7 +131,7 @@ def _copy_rows(report: SavedReport) -> list[list[str]]:
     return rows
 
 
-def _block_rows(report: SavedReport) -> list[list[str]]:
+def _block_rows(report: SavedData) -> list[list[str]]:
     """Return a row for each block: the bytes that it frees as a region, and the bytes that the region keeps."""
     rows: list[list[str]] = []
     for name in report.blocks:
@@ -146,7 +143,7 @@ def _block_rows(report: SavedReport) -> list[list[str]]:
     return rows
 
 
-def _policy_rows(report: SavedReport) -> list[list[str]]:
+def _policy_rows(report: SavedData) -> list[list[str]]:
     """Return a row for each policy of the library: the bytes that it frees in the blocks, and that these keep."""
     return [
         [format_bytes(one.freed_bytes), format_bytes(one.kept_bytes), name]

@@ -240,9 +240,9 @@ class Simulation(EagerMode):
             if not lacks_fake_kernel(error):
                 # Either the step is wrong, or torch's fake implementation is stricter than the operator.
                 error.add_note(
-                    f"{func} at {place_of_user()} was not run: tensors have no data here, and torch describes what the "
-                    "operator makes of them. If the step runs where they have, plan it there, or in a dtype for which "
-                    "torch describes it as well."
+                    f"{func} at {place_of_user()} was not run, because tensors have no data here: torch's fake "
+                    "implementation of the operator raised this. If the step runs with data, plan it without "
+                    "on='meta', or in a dtype that the fake implementation takes."
                 )
                 raise
             raise UnsupportedError(

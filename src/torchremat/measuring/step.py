@@ -78,14 +78,14 @@ def run_backward(loss: Tensor) -> None:
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise StepError(
-                "the step has run backward itself, or the loss hangs on a graph of an earlier step that has been "
+                "the step has run backward itself, or the loss depends on a graph of an earlier step that has been "
                 "freed. Return the loss without calling backward, and build the whole graph anew in each step."
             ) from error
         if "call `fabric.backward(loss)`" in str(error):
             raise UnsupportedError(
-                "Lightning Fabric runs backward by `fabric.backward(loss)` alone under this precision, which may scale "
-                "the loss, and a call of this object runs `loss.backward()`. Of `Adaptive`, use the block: `with "
-                "adaptive.under(batch): fabric.backward(step(model, batch))`; `fit` and `plan` need nothing."
+                "Lightning Fabric needs `fabric.backward(loss)` under this precision, which may scale the loss, but "
+                "a call of this object runs `loss.backward()`. With `Adaptive`, use the block `with "
+                "adaptive.under(batch): fabric.backward(step(model, batch))`; `fit` and `plan` work as they are."
             ) from error
         raise
 
@@ -222,13 +222,13 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
         StepError: It is.
     """
     if not isinstance(model, nn.Module) and (needs_model or model is not None):
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        raise StepError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if not callable(step):
-        raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
+        raise StepError(f"step: expected a function that returns the loss, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         inner = [type(one).__name__ for one in optimizers_in(optimizer)]
         advice = f", which holds an optimizer: hand over that, the {inner[0]}" if inner else ""
-        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}{advice}.")
+        raise StepError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{advice}.")
 
 
 def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
@@ -240,8 +240,8 @@ def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) 
     steps_on = parameters_of([optimizer])
     if {id(one) for one in steps_on}.isdisjoint(map(id, tensors)):
         raise StepError(
-            f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would step on nothing "
-            "that this step trains. Give the model's own; make it after whatever replaces the parameters, such as "
+            f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would train nothing of "
+            "this step. Pass the model's optimizer, and make it after calls that replace parameters, such as "
             "`fully_shard`."
         )
 

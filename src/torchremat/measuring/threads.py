@@ -52,7 +52,7 @@ class OwnThread:
 
 def _in_threads(name: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the step calls {name} in a thread of its own. {why}, so what is said of the step would be wrong. Let the "
+        f"the step calls {name} in a thread of its own. {why}, so the figures of the step would be wrong. Let the "
         "step call its modules in one thread; the stages of a `Pipe` are planned and measured by "
         "`torchremat.pipeline.plan_stages`."
     )

@@ -161,7 +161,7 @@ class DeferredBatchNorm(AnyBatchNorm):
             self._kind._check_input_dim(self, input)  # pyright: ignore[reportArgumentType]: all it reads is the input
         elif input.dim() < 2:
             raise UnsupportedError(
-                f"DeferredBatchNorm: an input of rows, {self.num_features} features and any more dimensions is needed, "
+                f"DeferredBatchNorm: expected an input of rows, {self.num_features} features and any more dimensions, "
                 f"got one of shape {tuple(input.shape)}."
             )
 
@@ -262,5 +262,5 @@ def _deferred(norm: nn.Module, chunks: int | None, kind: _Kind | None) -> Deferr
 
 def _checked(chunks: int | None) -> int | None:
     if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise ScheduleError(f"DeferredBatchNorm: chunks={chunks!r}: a positive integer is needed, or None.")
+        raise ScheduleError(f"DeferredBatchNorm: chunks={chunks!r}: expected a positive integer, or None.")
     return chunks

@@ -79,8 +79,8 @@ class Cell:
         if any(one.is_written for one in aliases):
             raise MutationError(
                 f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one of "
-                "them in place. From stage to stage autograd does not know that they do, so gradients would be wrong. "
-                "Make the change out of place, or pass a clone."
+                "them in place. Autograd does not see this across stages, so gradients would be wrong. Make the "
+                "change out of place, or pass a clone."
             )
         return Microbatch.of(output), region
 

@@ -46,7 +46,7 @@ class PipelineEvent:
     def __post_init__(self) -> None:
         problems: list[str] = []
         if self.kind not in LETTERS:
-            problems.append(f"its kind is none of {', '.join(KINDS)}")
+            problems.append(f"its kind is not one of {', '.join(KINDS)}")
         if self.stage < 0 or self.microbatch < 0:
             problems.append("a stage and a microbatch are at least 0")
         if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
@@ -54,7 +54,7 @@ class PipelineEvent:
         if problems:
             raise ScheduleError(
                 f"{self.kind} of stage {self.stage}, microbatch {self.microbatch}, from {self.start_s} s to "
-                f"{self.end_s} s is no event: {'; '.join(problems)}"
+                f"{self.end_s} s is not an event: {'; '.join(problems)}"
             )
 
     def __str__(self) -> str:

@@ -60,24 +60,24 @@ def scatter(value: object, chunks: int) -> list[Microbatch]:
     """
     batch = Microbatch.of(value)
     if not batch.tensors:
-        raise PipelineError("input: at least one tensor is needed, which is cut into microbatches along dimension 0.")
+        raise PipelineError("input: expected at least one tensor to cut into microbatches along dimension 0.")
     jagged = [place for place, tensor in enumerate(batch.tensors) if tensor.layout != torch.strided or tensor.is_nested]
     if jagged:
         raise PipelineError(
-            f"input: tensors {jagged} of {len(batch.tensors)} are sparse or nested, and microbatches are cut from "
-            "dense tensors alone. Make them dense, or make them in the first layer."
+            f"input: tensors {jagged} of {len(batch.tensors)} are sparse or nested, and only dense tensors can be "
+            "cut into microbatches. Make them dense, or make them in the first layer."
         )
     scalars = [place for place, tensor in enumerate(batch.tensors) if tensor.dim() == 0]
     if scalars:
         raise PipelineError(
             f"input: tensors {scalars} of {len(batch.tensors)} have no dimension, and microbatches are cut along "
-            "dimension 0. Pass a number that every microbatch gets as a number, or expand the tensor."
+            "dimension 0. Pass a number for all microbatches as a Python number, or expand the tensor."
         )
     sizes = [int(tensor.shape[0]) for tensor in batch.tensors]
     if len(set(sizes)) > 1:
         raise PipelineError(
-            f"input: the tensors have {sizes} rows in dimension 0, and all of them need the same number, since they "
-            "are cut into microbatches together."
+            f"input: the tensors have {sizes} rows in dimension 0, but they are cut into microbatches together, so "
+            "all need the same number."
         )
     cut = [torch.chunk(tensor, chunks) for tensor in batch.tensors]
     return [Microbatch(batch.template, list(tensors)) for tensors in zip(*cut, strict=True)]
@@ -94,8 +94,8 @@ def gather(microbatches: Sequence[Microbatch]) -> object:
     for number, other in enumerate(microbatches):
         if not _agree(first, other):
             raise PipelineError(
-                f"output: that of microbatch {number} differs from that of microbatch 0 in its structure or in what is "
-                f"no tensor: {other.value!r:.200} against {first.value!r:.200}. Return tensors for what differs."
+                f"output: microbatches {number} and 0 differ in structure or in a value that is not a tensor: "
+                f"{other.value!r:.200} and {first.value!r:.200}. Return a tensor for each value that differs."
             )
     for place, tensor in enumerate(first.tensors):
         if tensor.dim() == 0:
@@ -108,8 +108,8 @@ def gather(microbatches: Sequence[Microbatch]) -> object:
         shapes = [tuple(tensor.shape) for tensor in column]
         if len({shape[1:] if shape else None for shape in shapes}) > 1:
             raise PipelineError(
-                f"output: tensor {place} of {len(columns)} has the shapes {shapes} in the microbatches, and all but "
-                "the first dimension has to be the same. Pad the batch to one size."
+                f"output: tensor {place} of {len(columns)} has the shapes {shapes} in the microbatches, but only the "
+                "first dimension may differ. Pad the batch to one size."
             )
     return join(first.template, [torch.cat(column) for column in columns])
 

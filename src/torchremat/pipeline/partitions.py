@@ -30,7 +30,7 @@ def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence
     problems = [*_balance_problems(len(module), balance), *_device_problems(len(balance), devices)]
     layers = list(module.named_children())
     if len(layers) < len(module):
-        problems.append("a layer occurs more than once, and a layer has one stage")
+        problems.append("a layer occurs more than once, but it can be in one stage only")
     _raise(problems)
     stages: list[nn.Sequential] = []
     place = 0
@@ -68,14 +68,14 @@ def _existence_problems(device: torch.device) -> list[str]:
         return [f"devices of type {device.type} are not supported, only cuda and cpu"]
     count = len(accelerator.devices())
     if not accelerator.is_host and (device.index or 0) >= count:
-        return [f"there is no device {device}: {count} {device.type.upper()} devices are here"]
+        return [f"there is no device {device}: torch finds {count} {device.type.upper()} devices here"]
     return []
 
 
 def _balance_problems(layers: int, balance: Sequence[int]) -> list[str]:
     problems: list[str] = []
     if any(type(cast("object", count)) is not int or count < 1 for count in balance):
-        problems.append(f"every number of the balance has to be an int of at least 1, and it is {list(balance)}")
+        problems.append(f"balance: expected ints of at least 1, got {list(balance)}")
     elif sum(balance) != layers:
         problems.append(f"the module has {layers} layers, and the balance {list(balance)} is for {sum(balance)}")
     return [f"{problem}. {_ADVICE}" for problem in problems]

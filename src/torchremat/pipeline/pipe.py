@@ -90,9 +90,9 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise PipelineError(f"module: an nn.Sequential is needed, got {type(module).__name__}.")
+            raise PipelineError(f"module: expected an nn.Sequential, got {type(module).__name__}.")
         if type(cast("object", chunks)) is not int or chunks < 1:
-            raise PipelineError(f"chunks={chunks!r}: an int of at least 1 is needed.")
+            raise PipelineError(f"chunks={chunks!r}: expected an int of at least 1.")
         if isinstance(checkpoint, str) and checkpoint not in get_args(Mode):
             raise PipelineError(
                 f"checkpoint={checkpoint!r}: allowed are {', '.join(map(repr, get_args(Mode)))}, or plans."
@@ -132,8 +132,8 @@ class Pipe(nn.Module):
         """
         if is_checkpointing() or is_recomputing():
             raise UnsupportedError(
-                "a Pipe was called in a region, and its stages run in threads of their own, which the region does not "
-                "see. Pipe recomputes by itself: see its `checkpoint`."
+                "a Pipe was called in a region, and its stages run in threads of their own, which the region does "
+                "not see. A Pipe recomputes by itself: use its `checkpoint` argument."
             )
         if is_transformed():
             raise UnsupportedError(
@@ -183,8 +183,8 @@ class Pipe(nn.Module):
             found = fn(torch.empty(0, device=device)).device
             if found != device:
                 raise UnsupportedError(
-                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its stages "
-                    "are. Say so when it is made, by `devices`."
+                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its "
+                    "stages are. Choose the devices when you make it, with `devices=`."
                 )
         return super()._apply(fn, recurse)
 
@@ -222,7 +222,7 @@ class Pipe(nn.Module):
         each = cast("Sequence[Applicable]", plans)
         if len(each) != len(self.partitions):
             raise PipelineError(
-                f"checkpoint: {len(each)} plans were given for {len(self.partitions)} stages; one for each is needed."
+                f"checkpoint: {len(each)} plans were given for {len(self.partitions)} stages; give one for each."
             )
         for plan, stage in zip(each, self.partitions, strict=True):
             plan.check(stage)

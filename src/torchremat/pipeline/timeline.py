@@ -50,11 +50,11 @@ class Timeline:
             if event.stage >= self.stages
         ]
         if self.workers and sorted(chain(*self.workers)) != list(range(self.stages)):
-            problems.append(f"the workers have the stages {self.workers}, each of the {self.stages} is needed once")
+            problems.append(f"the workers have the stages {self.workers}, expected each of the {self.stages} once")
         if self.predicted is not None and self.predicted.stages != self.stages:
             problems.append(f"{self.stages} stages were measured, {self.predicted.stages} predicted")
         if problems:
-            raise ScheduleError(f"events that are no timeline: {'; '.join(problems)}")
+            raise ScheduleError(f"these events are not a timeline: {'; '.join(problems)}")
 
     @property
     def start_s(self) -> float:
@@ -133,7 +133,7 @@ class Timeline:
         try:
             return _read(json.loads(text))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ScheduleError(f"a text that is no timeline: {type(error).__name__}: {error}") from error
+            raise ScheduleError(f"this text is not a timeline: {type(error).__name__}: {error}") from error
 
     def __str__(self) -> str:
         foretold = self.predicted
@@ -168,7 +168,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     """
     shapes = {(one.stages, one.workers) for one in timelines}
     if len(shapes) != 1:
-        raise ScheduleError(f"timelines of one pipeline are needed, these have (stages, workers) {sorted(shapes)}")
+        raise ScheduleError(f"expected timelines of one pipeline, these have (stages, workers) {sorted(shapes)}")
     stages, workers = shapes.pop()
     return Timeline(events=tuple(event for one in timelines for event in one.events), stages=stages, workers=workers)
 

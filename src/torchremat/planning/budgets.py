@@ -66,11 +66,11 @@ def relative_of(budget: int | str) -> Relative | None:
         return None
     percent, of = float(matched[1]), (matched[2] or "peak").lower()
     if not 0 < percent < math.inf:
-        raise BudgetError(f"budget={budget!r}: a percentage above 0 is needed.")
+        raise BudgetError(f"budget={budget!r}: expected a percentage above 0.")
     if of not in ("peak", "activations"):
         raise BudgetError(
-            f'budget={budget!r}: a percentage is of the plain step\'s peak, "60%", or of what of it does not lie there '
-            'before the step, "40% of activations".'
+            f'budget={budget!r}: a percentage is a share of the plain step\'s peak, "60%", or of the part of it that '
+            'the step adds to the bytes live before it, "40% of activations".'
         )
     return Relative(percent=percent, of=of)
 
@@ -95,7 +95,7 @@ def checked_bytes(budget: int | str) -> int:
         unit = "GiB" if number <= 100 else "MiB"
         shares = [f'"{100 * number:g}%"'] if number < 1 else [f'"{number:g}%"'] if number <= 100 else []
         meant = " or ".join([*shares, f'"{number:g}{unit}"'])
-        what = f"{budget} bytes" if isinstance(budget, int) else "no size: it has no unit"
+        what = f"{budget} bytes" if isinstance(budget, int) else "not a size, since it has no unit"
         raise BudgetError(f"budget={budget!r} is {what}. Did you mean {meant}?")
     return parse_bytes(budget)
 

@@ -123,9 +123,9 @@ class Checks:
         more_bytes = communication_bytes([around], self._device) - self._counted.bucket_bytes
         if more_bytes > 0 and self._is_above(more_bytes):
             warn(
-                f"{name} has a plan, and is inside of {type(around).__name__} since, whose buckets take "
-                f"{format_bytes(more_bytes)} that were not counted: {self._sum(more_bytes)}. Plan the model that "
-                f"{type(around).__name__} gives, or say `gradient_as_bucket_view=True`.",
+                f"{name} has a plan and was put into {type(around).__name__} afterwards, whose buckets take "
+                f"{format_bytes(more_bytes)} that the plan has not counted: {self._sum(more_bytes)}. Plan the "
+                f"{type(around).__name__}, or pass it `gradient_as_bucket_view=True`.",
                 PlanWarning,
             )
 

@@ -42,7 +42,7 @@ class Conditions:
         if now.resting != self.resting:
             told.append(
                 f"{_modes(self.resting)} when it was planned, {_modes(now.resting)} now: dropout and normalisation "
-                "save something else. Plan in the mode of training, after `model.train()`"
+                "save other tensors then. Plan in training mode, after `model.train()`"
             )
         for kind in self.autocast.keys() & now.autocast.keys():
             if now.autocast[kind] != self.autocast[kind]:
@@ -61,7 +61,8 @@ class Conditions:
             told.append(f"the model is {words}. Plan after `fully_shard`")
         if now.is_checkpointed != self.is_checkpointed:
             words = (
-                f"has been made to recompute by itself since, by {now.checkpointed_by}, and does both now. Disable that"
+                f"was made to recompute by itself after planning, by {now.checkpointed_by}, and now recomputes "
+                "twice. Disable that"
                 if now.is_checkpointed
                 else "does not recompute by itself any more. Plan again"
             )
@@ -69,7 +70,7 @@ class Conditions:
         if self.compiled is not None and (since := [name for name in now.compiled or () if name not in self.compiled]):
             told.append(
                 f"{_some(since)} {'has' if len(since) == 1 else 'have'} been compiled since, and compiled code saves "
-                "something else. Plan after modules are compiled"
+                "other tensors. Plan after modules are compiled"
             )
         return told
 
@@ -122,10 +123,10 @@ def _resting(module: nn.Module, name: str) -> Generator[str]:
 
 def _modes(resting: tuple[str, ...]) -> str:
     if not resting:
-        return "all in the mode of training"
+        return "all in training mode"
     if resting == ("",):
-        return "all in the mode of evaluation"
-    return f"{_some(resting)} in the mode of evaluation"
+        return "all in evaluation mode"
+    return f"{_some(resting)} in evaluation mode"
 
 
 def _some(names: Sequence[str]) -> str:

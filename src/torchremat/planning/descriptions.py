@@ -221,14 +221,14 @@ def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes:
     lowers = "a smaller batch lowers the rest."
     if (whole := compiled_whole(floor.profile)) is not None:
         lowers = (
-            f"the rest is mostly in {named(whole)}, compiled as one piece, of which all is kept or recomputed. "
-            "Compile its blocks instead (`block.compile()` for each of them), and a plan can choose among these; or "
-            "give the budget to the compiler, with `torchremat.compiled`."
+            f"the rest is mostly in {named(whole)}, compiled as one piece, which can only be kept or recomputed as a "
+            "whole. Compile its blocks instead (`block.compile()` for each of them), and a plan can choose among "
+            "these; or give the budget to the compiler, with `torchremat.compiled`."
         )
     return (
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
-        f"{format_bytes(profiled.fixed_bytes)} of it lie there before a step; {lowers}"
+        f"{format_bytes(profiled.fixed_bytes)} of it are live before a step; {lowers}"
         + (f" {shares}" if shares else "")
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )

@@ -42,16 +42,16 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise PlanError(f"{source}: no plan, it is not JSON ({error}).") from error
+        raise PlanError(f"{source}: not a plan, it is not JSON ({error}).") from error
     except RecursionError:
-        raise PlanError(f"{source}: no plan, it is nested too deeply.") from None
+        raise PlanError(f"{source}: not a plan, it is nested too deeply.") from None
     if not isinstance(content, dict) or cast("dict[str, object]", content).get("schema") != SCHEMA:
-        raise PlanError(f'{source}: no plan, "schema" is not "{SCHEMA}".')
+        raise PlanError(f'{source}: not a plan, "schema" is not "{SCHEMA}".')
     values = dict(cast("dict[str, object]", content))
     version = values.pop("version", None)
     values.pop("schema")
     if type(version) is not int or version < 1:
-        raise PlanError(f'{source}: "version" is {version!r}, a number from 1 to {VERSION} is needed.')
+        raise PlanError(f'{source}: "version" is {version!r}, expected a number from 1 to {VERSION}.')
     if version > VERSION:
         raise PlanError(
             f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer "
@@ -61,7 +61,7 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
         plan = cast("T", _read(values, kind, source))
         _check_tree(plan, source)
     except RecursionError:
-        raise PlanError(f"{source}: no plan, its tree is nested too deeply.") from None
+        raise PlanError(f"{source}: not a plan, its tree is nested too deeply.") from None
     return plan
 
 
@@ -76,15 +76,17 @@ def _check_tree(plan: PlanData, source: str) -> None:
     chosen = [keep.stage for keep in kept(tree) if keep.option]
     nested = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
     if nested:
-        raise PlanError(f"{source}: the tree keeps the units {nested} in part inside of regions, which nothing can do.")
+        raise PlanError(
+            f"{source}: the tree keeps the units {nested} in part inside of regions, which is not possible."
+        )
     if parts != chosen:
         raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
     missing = [one.held for one in plan.held if max(one.held, default=0) >= len(one.operators)]
     if missing:
-        raise PlanError(f"{source}: `held` has numbers of operators that there are not: {missing[0]}.")
+        raise PlanError(f"{source}: `held` has numbers of operators that do not exist: {missing[0]}.")
     last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)
     if last >= units or any(one.store >= len(plan.stores) for one in plan.stored):
-        raise PlanError(f"{source}: `stored` names stores or units that there are not.")
+        raise PlanError(f"{source}: `stored` names stores or units that do not exist.")
     if plan.speeds and len(plan.speeds) != len(plan.stores):
         raise PlanError(f"{source}: there are {len(plan.stores)} stores, and the speeds of {len(plan.speeds)}.")
     empty = [unit for unit, made in enumerate(calls) if not made]
@@ -145,16 +147,16 @@ def _read(value: object, kind: object, where: str) -> object:
         return _read(value, next(one for one in arguments if one is not type(None)), where)
     if origin is typing.Literal:
         if value not in arguments:
-            raise PlanError(f"{where} is {value!r}, one of {', '.join(map(repr, arguments))} is needed.")
+            raise PlanError(f"{where} is {value!r}, expected one of {', '.join(map(repr, arguments))}.")
         return value
     if origin in (tuple, frozenset):
         if not isinstance(value, list):
-            raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+            raise PlanError(f"{where} is {value!r:.60}, expected a list.")
         items = [_read(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value))]
         return origin(items)
     if origin is dict:
         if not isinstance(value, dict):
-            raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+            raise PlanError(f"{where} is {value!r:.60}, expected an object.")
         return {
             key: _read(item, arguments[1], f"{where}.{key}") for key, item in cast("dict[str, object]", value).items()
         }
@@ -163,11 +165,11 @@ def _read(value: object, kind: object, where: str) -> object:
 
 def _read_plain(value: object, kind: type, where: str) -> object:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise PlanError(f"{where} is 2**{value.bit_length() - 1} or more, which no number of a plan is.")
+        raise PlanError(f"{where} is 2**{value.bit_length() - 1} or more, too large for a plan.")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise PlanError(f"{where} is {value!r:.60}, {kind.__name__} is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected {kind.__name__}.")
     if isinstance(value, int) and value < 0:
         raise PlanError(f"{where} is {value}, which is negative.")
     return value
@@ -175,7 +177,7 @@ def _read_plain(value: object, kind: type, where: str) -> object:
 
 def _read_fields(value: object, kind: type, where: str) -> object:
     if not isinstance(value, dict):
-        raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected an object.")
     content = cast("dict[str, object]", value)
     types_of = typing.get_type_hints(kind)
     known = {one.name: one for one in _written_fields(kind)}
@@ -198,7 +200,7 @@ def _is_node(kind: object) -> bool:
 
 def _nodes(value: object, where: str) -> tuple[KeepNode | RegionNode, ...]:
     if not isinstance(value, list):
-        raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+        raise PlanError(f"{where} is {value!r:.60}, expected a list.")
     return tuple(_node(item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value)))
 
 

@@ -82,14 +82,15 @@ class FrontierData:
         found = [] if self.is_choice else [self.no_choice]
         if hidden := len(self.points) - len(self.shown):
             found.append(
-                f"not shown: {hidden} of `points`, with fewer flops than the row below them, and more in peak and time"
+                f"not shown: {hidden} of `points`, which need fewer flops than the row below them, but a higher "
+                "peak and more time"
             )
         return (*found, TIME_IS_OVER) if self.ran_out else tuple(found)
 
     @property
     def no_choice(self) -> str:
         """The remark if only one point exists."""
-        return "nothing to choose: no plan lowers the peak of this step, which is where nothing can be recomputed."
+        return "nothing to choose: no plan lowers the peak of this step, because nothing can be recomputed there."
 
     def staircase(self, name: str) -> Staircase:
         """Return the shown points, ready to draw, under a name."""

@@ -108,7 +108,7 @@ def check_points(points: int) -> None:
     """Raise an UnsupportedError if a number of points is not valid."""
     if type(points) is not int or points < 2:
         raise UnsupportedError(
-            f"points={points!r}: an int of at least 2 is needed, for the plain step and the lowest peak."
+            f"points={points!r}: expected an int of at least 2, for the plain step and the lowest peak."
         )
 
 

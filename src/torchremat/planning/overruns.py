@@ -43,10 +43,10 @@ class Overruns:
         else:
             self._is_told = True
             warn(
-                f"since the forward before, {self._device} has given out up to {format_bytes(peak_bytes)}, above the "
-                f"budget of {format_bytes(self._budget_bytes)} of the plan, which predicted "
+                f"since the previous forward, {self._device} has given out up to {format_bytes(peak_bytes)}, above "
+                f"the budget of {format_bytes(self._budget_bytes)} of the plan, which predicted "
                 f"{format_bytes(self._peak_bytes)}. Is there memory that was not there when it was planned, a larger "
-                "batch, or an evaluation that takes more than a step? Ask `torchremat.measure`, plan again, or give a "
-                "`margin`.",
+                "batch, or an evaluation that takes more than a step? Ask `torchremat.measure`, plan again, or give "
+                "a `margin`.",
                 BudgetWarning,
             )

@@ -62,7 +62,7 @@ class PlanOptions:
         object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
         if self.stores and self.on is not None:
             raise UnsupportedError(
-                f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
+                "stores are chosen by their speed, which has to be measured on the device: leave out stores or "
                 f"on={self.on!r}."
             )
 

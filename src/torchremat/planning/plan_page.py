@@ -34,13 +34,13 @@ def steps_of(plan: PlanData) -> tuple[Step, Step]:
     return (
         Step(
             name=f"plain, peak {format_bytes(plan.plain_peak_bytes)} {plan.plain_source}",
-            moments=plain,
+            points=plain,
             slices=(*phases_of(plain), *_units(plan.plain_curve)),
             before_bytes=before_bytes,
         ),
         Step(
             name=f"planned, {plan.slowdown:.2f} x plain",
-            moments=planned,
+            points=planned,
             slices=(*phases_of(planned), *_units(plan.curve), *_regions(plan), *_stores(plan)),
             before_bytes=before_bytes,
             budget_bytes=plan.budget_bytes,
@@ -137,7 +137,7 @@ def _recomputed(plan: PlanData) -> Iterator[tuple[list[str], tuple[str, ...]]]:
             count = node.last - node.first + 1
             yield (
                 names,
-                (f"a region of {count} {'unit' if count == 1 else 'units'}", "its forward saves its inputs alone"),
+                (f"a region of {count} {'unit' if count == 1 else 'units'}", "its forward saves only its inputs"),
             )
         elif node.stage in held:
             one = held[node.stage]

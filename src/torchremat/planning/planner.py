@@ -61,7 +61,9 @@ class Planner(ProfiledStep):
             DeviceError: The planner itself plans for an absent device.
         """
         if not isinstance(self._machine, Here):
-            raise DeviceError(f"{self.device} is not here, so there is nothing to measure. Make a planner there.")
+            raise DeviceError(
+                f"{self.device} is not on this machine, so it cannot be measured. Make a planner where it is."
+            )
         with bare(self.model), heap_set_aside():
             device_here(self.subject, self._machine.device).save(path)
 

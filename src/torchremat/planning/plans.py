@@ -60,8 +60,8 @@ class Plan(PlanData, ViewedOverTime):
         check_bare(model)
         if depth(self.tree) > DEEPEST:  # See NOTE [ How deep regions may nest ]
             raise PlanError(
-                f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's stack "
-                "has room for beside a model. Plan again: plans that are made now do not."
+                f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's "
+                "stack has room for. Plan again: this version makes no such plans."
             )
         self._check_count(given)
         offload_schedule = self._offload_schedule(given or self.given_stores)
@@ -97,8 +97,8 @@ class Plan(PlanData, ViewedOverTime):
         """Raise if the given stores are not those that the plan was made with, even if the plan uses none."""
         if given and not self.stores:
             raise PlanError(
-                f"the plan was made without stores, so that {len(given)} given here would hold nothing. Leave "
-                "`stores=[...]` or `--store` out, or offer them when the plan is made."
+                f"the plan was made without stores, so the {len(given)} given here would hold nothing. Leave "
+                "`stores=[...]` or `--store` out, or pass them when you plan."
             )
         if given and len(given) != len(self.stores):
             raise PlanError(self._wrong_count(len(given)))
@@ -106,8 +106,8 @@ class Plan(PlanData, ViewedOverTime):
     def _wrong_count(self, given: int) -> str:
         return (
             f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
-            f"[{', '.join(self.stores)}]; {given} are given. Say `apply(model, stores=[...])` with stores "
-            "like these, in this order, or `--store` for each on the command line."
+            f"[{', '.join(self.stores)}]; {given} are given. Call `apply(model, stores=[...])` with stores like "
+            "these, in this order, or `--store` for each on the command line."
         )
 
     def _offload_schedule(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:
@@ -128,7 +128,7 @@ class Plan(PlanData, ViewedOverTime):
         if not isinstance(model, nn.Module) or not self.is_on(model):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.check(model)
             raise PlanError(
-                f"this plan is not on the model; what is: {put_on(model)}. Remove the plan that was applied, or take "
+                f"this plan is not on the model. On it is {put_on(model)}. Remove the plan that was applied, or take "
                 "all off by `unwrap(model)`."
             )
         uninstall(model, self._application)
@@ -144,7 +144,7 @@ class Plan(PlanData, ViewedOverTime):
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise PlanError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+            raise PlanError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         there = self.parameters
         problems = [f"`{name}` is missing in the model" for name in there if name not in here]

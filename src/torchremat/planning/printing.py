@@ -48,7 +48,7 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
         rows.append(("stored", format_bytes(plan.stored_bytes), note))
         rows += [("speed", f"{plan.stores[place]}:", str(plan.speeds[place])) for place in places if plan.speeds]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.before_bytes.items() if size)
-    there = f"lie there before a step: {parts}"
+    there = f"live before a step: {parts}"
     rows.append(("before", format_bytes(sum(plan.before_bytes.values())), there))
     if plan.optimizer_peak_bytes is None:
         rows.append(("optimizer", "not counted", ""))

@@ -70,14 +70,14 @@ class Report:
         exact = {
             True: "loss, gradients and buffers equal bit for bit",
             False: "NOT EQUAL",
-            None: "equal up to what two plain steps differ by: some kernels of this device are not deterministic"
+            None: ("equal within the difference of two plain steps: some kernels of this device are not deterministic")
             if self.noise
             else "not compared, the plain step does not fit",
         }
         told = self.differences if self.differences else self.noise
         rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in told[:10])]
         if self.differences and self.noise:
-            rows += ["           of two plain steps"] + [f"           {line}" for line in self.noise[:10]]
+            rows += ["           between two plain steps"] + [f"           {line}" for line in self.noise[:10]]
         if self.plain_peak_bytes is not None:
             percent = 100 * self.peak_bytes / self.plain_peak_bytes
             share = f", {percent:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
@@ -90,7 +90,7 @@ class Report:
         if self.resident_bytes or self.slack_bytes:
             rows.append(
                 f"device     {format_bytes(self.resident_bytes)} of it are resident (workspaces and others); its "
-                f"allocator gave up to {format_bytes(self.slack_bytes)} more than was asked for"
+                f"allocator gave up to {format_bytes(self.slack_bytes)} more than requested"
             )
         if self.plain_seconds:
             told = "" if self.predicted_slowdown is None else f", {self.predicted_slowdown:.2f} x predicted"
@@ -100,7 +100,7 @@ class Report:
             )
             if self.is_slow:
                 rows.append(
-                    f"slow       by more than {100 * _SLOW_SHARE:.0f}% above what was predicted: the stores are slower "
+                    f"slow       by more than {100 * _SLOW_SHARE:.0f}% above the prediction: the stores are slower "
                     "than when they were measured, or something else runs. Plan again, or without stores"
                 )
         rows.append(f"recomputed {format_flops(self.recomputed_flops)}, {self.regions} wrapped modules")

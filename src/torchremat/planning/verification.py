@@ -319,5 +319,5 @@ def _why_not(model: nn.Module, ours: _VerifiedRun, plain: _VerifiedRun | None, r
             "is not where these are held"
         )
     if any(scope.offload_schedule is not None for scope in applied_scopes(model)):
-        return "what the plan's stores are given stays on the device that is measured, or takes as much there meanwhile"
+        return "tensors in the plan's stores stay on the measured device, or take as much there meanwhile"
     return "the wrapped modules save nothing between forward and backward that their inputs do not hold"

@@ -44,7 +44,7 @@ def save_in_modules(*patterns: str) -> Policy:
         PolicyError: No pattern is given, or one is not a string. In backward, when a pattern has matched no module.
     """
     if not patterns or not all(isinstance(one, str) and one for one in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PolicyError(f"save_in_modules: globs over module paths are needed, got {patterns!r}.")
+        raise PolicyError(f"save_in_modules: expected globs over module paths, got {patterns!r}.")
     return _Modules(patterns)
 
 

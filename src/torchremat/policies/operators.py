@@ -74,7 +74,7 @@ def _pattern_of(operator: object) -> str:
     found = pattern_of(operator)
     if found is None:
         raise PolicyError(
-            f"save_operators: an operator such as torch.ops.aten.mm or its name is needed, got {operator!r}. Functions "
+            f"save_operators: expected an operator such as torch.ops.aten.mm or its name, got {operator!r}. Functions "
             "of torch and methods of tensors are not operators: one may run several."
         )
     return found
@@ -84,7 +84,7 @@ def _checked(wanted: str) -> str:
     namespace, _, rest = wanted.partition(".")
     if not rest:
         raise PolicyError(
-            f"save_operators({wanted!r}): a name such as 'aten.mm', 'aten.mm.default' or 'mylib.*' is needed."
+            f"save_operators({wanted!r}): expected a name such as 'aten.mm', 'aten.mm.default' or 'mylib.*'."
         )
     if namespace == "higher_order":
         return wanted
@@ -93,7 +93,7 @@ def _checked(wanted: str) -> str:
     if not known or (packet != "*" and packet not in known):
         close = difflib.get_close_matches(packet, known, n=5, cutoff=0.4)
         there = f"Closest: {', '.join(f'{namespace}.{one}' for one in close)}." if close else "It has none like it."
-        missing = f"has no operator `{packet}`. {there}" if known else "is no namespace that has operators."
+        missing = f"has no operator `{packet}`. {there}" if known else "is not a namespace of operators."
         raise PolicyError(f"save_operators({wanted!r}): `{namespace}` {missing}")
     overloads = overloads_of(namespace, packet) if overload else []
     if overload and overload not in overloads:

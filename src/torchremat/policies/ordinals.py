@@ -42,9 +42,9 @@ class _Ordinals(Policy):
             return
         self.told.add(module)
         warn(
-            f"{f'`{module}`' if module else 'a module of the plan'} {what}; operators that the plan does not know are "
-            "recomputed. Gradients stay exact, the memory is no longer sure: plan again for what runs now (other "
-            "switches, dtypes, train or eval), or with operators=False if operators depend on the data.",
+            f"{f'`{module}`' if module else 'a module of the plan'} {what}; operators that the plan does not know "
+            "are recomputed. Gradients stay exact, but the memory may differ from the plan: plan again for what runs "
+            "now (other switches, dtypes, train or eval), or with operators=False if operators depend on the data.",
             OrderWarning,
         )
 

@@ -154,7 +154,7 @@ def _both(first: AnyPolicy, second: AnyPolicy) -> Policy:
 
 def _checked(policy: object) -> AnyPolicy:
     if not callable(policy):
-        raise PolicyError(f"{policy!r} is no policy: it cannot be called.")
+        raise PolicyError(f"{policy!r} is not a policy: it cannot be called.")
     return cast("AnyPolicy", policy)
 
 
@@ -173,4 +173,4 @@ def unmet(policy: Policy, kind: str, missing: list[str], seen: set[str]) -> str 
     rest = sorted(seen.difference(close))
     listed = ", ".join(map(repr, [*dict.fromkeys(close), *rest][:20])) or "none"
     names = ", ".join(map(repr, missing))
-    return f"{policy!r}: no {kind} of a region with this policy is called {names}. Names that there are: {listed}."
+    return f"{policy!r}: no {kind} of a region with this policy is called {names}. Existing names: {listed}."

@@ -82,7 +82,7 @@ def checkpointed(
         PolicyError: `policy` is not a function.
     """
     if not callable(function):
-        raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
+        raise UnsupportedError(f"function: expected a callable, got {type(function).__name__}.")
     settings = Settings(
         check=check,
         check_every=check_every,
@@ -105,7 +105,7 @@ def checkpointed(
 @outside_graphs
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     if not callable(function):
-        raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
+        raise UnsupportedError(f"function: expected a callable, got {type(function).__name__}.")
     if not makes_regions():
         return function(*args, **kwargs)
     body = continued(function)

@@ -33,7 +33,7 @@ def name(tensor: Tensor, name: str) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return tensor
     if not isinstance(tensor, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise UnsupportedError(f"name(tensor, name): a tensor and a string are needed, got {tensor!r} and {name!r}.")
+        raise UnsupportedError(f"name(tensor, name): expected a tensor and a string, got {tensor!r} and {name!r}.")
     run = thread.now.selecting
     if run is not None:
         with SeenBy(None):

@@ -195,9 +195,9 @@ def check_uncovered(model: nn.Module) -> None:
     ]
     if covered:
         raise WrapError(
-            f"since it was wrapped, another library has put something around the forward of {', '.join(covered[:3])}"
-            f"{', ...' if len(covered) > 3 else ''}, which would go on calling the region. Take that off first; for "
-            "accelerate by `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+            "since it was wrapped, another library has put something around the forward of "
+            f"{', '.join(covered[:3])}{', ...' if len(covered) > 3 else ''}, which would go on calling the region. "
+            "Remove that first; for accelerate by `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
         )
 
 

@@ -39,7 +39,7 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function without keeping any saved tensor."""
         if not callable(run_function):
-            raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
+            raise TypeError(f"function: expected a callable, got {type(run_function).__name__}.")
         inputs = _HeldArguments(args)
         call = Call(run_function, None, [])
         call.look(inputs.tensors, (run_function,), inputs.objects, guard=(), preserve_rng=bool(preserve_rng_state))

@@ -215,8 +215,8 @@ class Region(Recomputable):
         """Return the tensor of a slot, recomputing the region if necessary."""
         if slot.index == LOST:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised, or which planning or a report "
-                "ran without a backward; run that forward again before its backward."
+                "autograd asked for a tensor that a region saved in a forward which raised, or which planning or a "
+                "report ran without a backward; run that forward again before its backward."
             )
         waiting = self.waiting
         if isinstance(slot, ServedSlot) and slot.value is not None:

@@ -63,7 +63,7 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
         UnsupportedError: `tensor` is not a tensor.
     """
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise UnsupportedError(f"frozen({name!r}, ...): a tensor is needed, got {type(tensor).__name__}.")
+        raise UnsupportedError(f"frozen({name!r}, ...): expected a tensor, got {type(tensor).__name__}.")
     if thread.now.recomputing:
         kept = next(thread.now.frozen.get(name, iter(())), None)
         if kept is None:

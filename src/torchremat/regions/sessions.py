@@ -112,7 +112,7 @@ class Session:
     ) -> None:
         if passes is not None and (type(passes) is not int or passes < 1):
             raise UnsupportedError(
-                f"passes={passes!r}: an int of at least 1 is needed, or None to keep all until the session closes."
+                f"passes={passes!r}: expected an int of at least 1, or None to keep all until the session closes."
             )
         self.passes = passes
         self.unpacks_once = unpacks_once

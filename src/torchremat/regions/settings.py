@@ -100,21 +100,21 @@ class Settings:
             raise UnsupportedError(f"check={self.check!r}: allowed are 'metadata', 'values' and 'none'.")
         for name in ("preserve_rng", "early_stop", "debug"):
             if not isinstance(getattr(self, name), bool):
-                raise UnsupportedError(f"{name}={getattr(self, name)!r}: True or False is needed.")
+                raise UnsupportedError(f"{name}={getattr(self, name)!r}: expected True or False.")
         every = cast("object", self.check_every)
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise UnsupportedError(f"check_every={every!r}: an int of at least 1 is needed.")
+            raise UnsupportedError(f"check_every={every!r}: expected an int of at least 1.")
         if every > 1 and self.check != "values":
             raise UnsupportedError(f"check_every={every}: only check='values' can be left out now and then.")
         guard: object = self.guard
         if not isinstance(guard, list | tuple):
-            raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
+            raise UnsupportedError(f"guard: expected a list of objects, got {type(guard).__name__}.")
         for one in cast("Sequence[object]", guard):
             check_named(one)
         policy: object = self.policy
         if policy is not None and not callable(policy):
             raise PolicyError(
-                f"policy={policy!r}: a function of a context, an operator and its arguments is needed, as those of "
+                f"policy={policy!r}: expected a function of a context, an operator and its arguments, as those of "
                 "torchremat.policies are."
             )
         first = getattr(policy, "asks_first", None)

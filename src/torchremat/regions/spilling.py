@@ -70,7 +70,7 @@ def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store
     wanted = None if bytes is None else parse_bytes(bytes)
     roots = [loss] if isinstance(loss, Tensor) else list(loss)
     if not roots or not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UnsupportedError("spill: a tensor with a graph is needed, or a sequence of such tensors.")
+        raise UnsupportedError("spill: expected a tensor with a graph, or a sequence of such tensors.")
     candidates = _candidates(roots)
     movable = [one for one in candidates if one.is_movable]
     available = sum(one.storage_bytes for one in movable)
@@ -167,7 +167,7 @@ class _InRegion:
 
 
 @dataclass
-class _Candidate:
+class _Spillable:
     """Everything that a graph has saved of one storage."""
 
     storage_bytes: int
@@ -205,10 +205,10 @@ class _Candidate:
             place.hand_over(one)
 
 
-def _candidates(roots: list[Tensor]) -> list[_Candidate]:
+def _candidates(roots: list[Tensor]) -> list[_Spillable]:
     """Return the candidates in memory, in reverse order of their use in a backward."""
     nodes = nodes_of(roots)
-    found: dict[int, _Candidate] = {}
+    found: dict[int, _Spillable] = {}
     for place in (*_in_graph(nodes), *_in_regions(nodes)):
         _add(place, found)
     for leaf in leaves_of(nodes):
@@ -220,13 +220,13 @@ def _candidates(roots: list[Tensor]) -> list[_Candidate]:
     return sorted(found.values(), key=lambda one: one.use)
 
 
-def _add(place: _InGraph | _InRegion, found: dict[int, _Candidate]) -> None:
+def _add(place: _InGraph | _InRegion, found: dict[int, _Spillable]) -> None:
     tensor = place.kept()
     if tensor is None or not _is_plain(tensor):
         return
     storage = tensor.untyped_storage()
     if storage.nbytes() >= _LEAST_BYTES:
-        candidate = found.setdefault(storage._cdata, _Candidate(storage.nbytes(), tensor.device))
+        candidate = found.setdefault(storage._cdata, _Spillable(storage.nbytes(), tensor.device))
         candidate.places.append(place)
         base = tensor if tensor._base is None else tensor._base
         candidate.is_leaf |= base.is_leaf and base.requires_grad
@@ -256,7 +256,7 @@ def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
     yield from places.values()
 
 
-def _is_held_by_others(candidate: _Candidate) -> bool:
+def _is_held_by_others(candidate: _Spillable) -> bool:
     """Return whether anything but the graph and its regions holds the storage."""
     # See NOTE [ Who else holds a tensor ]
     tensors: dict[int, tuple[list[Tensor], list[int]]] = {}
@@ -293,13 +293,13 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _too_little(wanted: int, available: int, candidates: list[_Candidate]) -> str:
+def _too_little(wanted: int, available: int, candidates: list[_Spillable]) -> str:
     leaves = sum(one.storage_bytes for one in candidates if one.is_leaf)
     held = sum(one.storage_bytes for one in candidates if one.is_held)
     written = sum(one.storage_bytes for one in candidates if one.was_written and not (one.is_leaf or one.is_held))
     kept = [
         f"{format_bytes(leaves)} are parameters or leaves" if leaves else "",
-        f"{format_bytes(held)} are held by somebody else, such as a variable" if held else "",
+        f"{format_bytes(held)} are held elsewhere, such as by a variable" if held else "",
         f"{format_bytes(written)} were written in place since they were saved" if written else "",
     ]
     why = "; ".join(one for one in kept if one)

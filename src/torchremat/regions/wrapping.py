@@ -69,7 +69,7 @@ def wrap(
         policy=policy,
     )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
+        raise WrapError(f"every={every!r}: expected an int of at least 1.")
     found = matching(model, modules)[::every]
     for name, module in found:
         check_replaceable(module, name)
@@ -104,18 +104,18 @@ def matching(model: nn.Module, pattern: Pattern) -> list[tuple[str, nn.Module]]:
         WrapError: None does.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise WrapError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        raise WrapError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     named = list(model.named_modules())
     if isinstance(pattern, str):
         matches = [(name, module) for name, module in named if _glob(name, pattern)]
     elif isinstance(pattern, type):
         if not issubclass(pattern, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise WrapError(f"modules={pattern.__name__}: a type of module is needed.")
+            raise WrapError(f"modules={pattern.__name__}: expected a type of module.")
         matches = [(name, module) for name, module in named if isinstance(module, pattern)]
     elif callable(pattern):  # pyright: ignore[reportUnnecessaryComparison]
         matches = [(name, module) for name, module in named if pattern(name, module)]
     else:
-        raise WrapError(f"modules={pattern!r}: a glob over names, a type, or a predicate of name and module is needed.")
+        raise WrapError(f"modules={pattern!r}: expected a glob over names, a type, or a predicate of name and module.")
     if not matches:
         raise WrapError(_no_match(pattern, named))
     return matches

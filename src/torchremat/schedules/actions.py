@@ -144,7 +144,7 @@ def parse(line: str) -> tuple[Action, ...]:
 def _action(position: int, word: str) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None:
-        raise ScheduleError(f"action {position}: {word!r} is none of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3")
+        raise ScheduleError(f"action {position}: {word!r} is not one of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3")
     number = {name: int(found) for name, found in match.groupdict().items() if found is not None and found != "!"}
     if "F" in number:
         return ForwardAction(number["F"], number.get("Fo"))

@@ -187,7 +187,7 @@ class _Problem:
             whole: Whether each value is held or not, and not in part.
             most_seconds: When to stop.
         """
-        program = _Program(self, moments)
+        program = _LinearProgram(self, moments)
         if program.is_hopeless:
             return math.inf
         if not len(program.cost):
@@ -208,7 +208,7 @@ class _Problem:
         return max(0.0, float(found) - _TOLERANCE) * self.unit
 
 
-class _Program:
+class _LinearProgram:
     """The rows of NOTE [ A bound over all schedules ] for some moments.
 
     Attributes:

@@ -76,7 +76,7 @@ class Dataflow:
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
-            raise ScheduleError("no dataflow: " + "; ".join(problems))
+            raise ScheduleError("not a dataflow: " + "; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
         for number, value in enumerate(self.values):
@@ -87,7 +87,7 @@ class Dataflow:
         for index, operator in enumerate(self.operators):
             where = f"operator {index} ({operator.name})"
             if math.isnan(operator.cost) or operator.cost < 0:
-                yield f"{where}: cost={operator.cost} is negative or no number"
+                yield f"{where}: cost={operator.cost} is negative or not a number"
             for value in (*operator.inputs, *operator.outputs):
                 if not 0 <= value < len(self.values):
                     yield f"{where}: value {value} of {len(self.values)} does not exist"

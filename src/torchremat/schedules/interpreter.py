@@ -70,21 +70,21 @@ def interpret(chain: Chain, plan: Tree | Iterable[Action]) -> Outcome:
         raise ScheduleError(f"{len(nodes)} nodes of a tree and {len(actions)} actions are mixed; give one or the other")
     if nodes:
         actions = tuple(schedule(nodes, chain))
-    machine = _Machine(chain)
+    machine = _StackMachine(chain)
     for action in actions:
         machine.run(action)
     return machine.outcome()
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptFrame:
     stage: int
     option: Option
     held: int
 
 
 @dataclass(slots=True)
-class _Region:
+class _RegionFrame:
     first: int
     last: int
     held: int
@@ -93,7 +93,7 @@ class _Region:
     begun: bool = False
 
 
-class _Machine:
+class _StackMachine:
     """The state between two actions.
 
     One stack has everything that is held: regions and kept stages are released in the reverse of the order in which
@@ -102,8 +102,8 @@ class _Machine:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.stack: list[_Kept | _Region] = []
-        self.running: _Region | None = None  # the region whose recompute has begun and not ended
+        self.stack: list[_KeptFrame | _RegionFrame] = []
+        self.running: _RegionFrame | None = None  # the region whose recompute has begun and not ended
         self.next = 0  # the stage whose first forward comes next
         self.position = 0
         self.held = 0
@@ -128,7 +128,7 @@ class _Machine:
             raise ScheduleError(f"after {self.position} actions: the first forward of stage {self.next} is missing")
         if self.stack:
             top = self.stack[-1]
-            stage = top.stage if isinstance(top, _Kept) else top.last
+            stage = top.stage if isinstance(top, _KeptFrame) else top.last
             raise ScheduleError(f"after {self.position} actions: the backward of stage {stage} is missing")
         return Outcome(peak_bytes=self.peak, cost=self.cost, where=self.where)
 
@@ -168,7 +168,7 @@ class _Machine:
                 if not stage.recomputable:
                     self.refuse(action, f"stage {index} cannot be recomputed")
             held = stages[action.first].linked_bytes + sum(stage.external_bytes for stage in inside)
-            self.push(_Region(action.first, action.last, held, ran=action.first - 1, next=action.first))
+            self.push(_RegionFrame(action.first, action.last, held, ran=action.first - 1, next=action.first))
             return
         outer = self.recomputing(action, action.first)
         if action.last > outer.last:
@@ -176,7 +176,7 @@ class _Machine:
         held = 0 if action.first == outer.first else stages[action.first].linked_bytes
         trailing = action.last == outer.last
         ran = action.last if trailing else action.first - 1
-        self.push(_Region(action.first, action.last, held, ran=ran, next=action.first))
+        self.push(_RegionFrame(action.first, action.last, held, ran=ran, next=action.first))
         if trailing:
             self.end_recompute(outer)
 
@@ -219,17 +219,22 @@ class _Machine:
         top = self.stack[-1] if self.stack else None
         if top is None:
             self.refuse(action, "every backward has run")
-        if isinstance(top, _Region):
+        if isinstance(top, _RegionFrame):
             self.refuse(action, f"H{top.first}-{top.last} comes next and has to be recomputed first")
         if top.stage != action.stage:
             self.refuse(action, f"the backward of stage {top.stage} comes next")
         self.live(self.chain.stages[action.stage].backward_base_bytes + top.option.backward_peak_bytes, action)
         self.cost += top.option.cost
         self.pop()
-        while self.stack and isinstance(over := self.stack[-1], _Region) and over.begun and over.first == action.stage:
+        while (
+            self.stack
+            and isinstance(over := self.stack[-1], _RegionFrame)
+            and over.begun
+            and over.first == action.stage
+        ):
             self.pop()
 
-    def recomputing(self, action: HoldAction | RecomputeAction, stage: int) -> _Region:
+    def recomputing(self, action: HoldAction | RecomputeAction, stage: int) -> _RegionFrame:
         """Return the region whose recompute this action belongs to; it may be the first action of that recompute."""
         if self.next < len(self.chain.stages):
             self.refuse(action, f"the first forward of stage {self.next} comes first")
@@ -238,7 +243,7 @@ class _Machine:
             top = self.stack[-1] if self.stack else None
             if top is None:
                 self.refuse(action, "every backward has run")
-            if isinstance(top, _Kept):
+            if isinstance(top, _KeptFrame):
                 self.refuse(action, f"stage {top.stage} is kept, and its backward comes next")
             region = top
         if stage != region.next:
@@ -247,16 +252,16 @@ class _Machine:
         self.running = region
         return region
 
-    def end_recompute(self, region: _Region) -> None:
+    def end_recompute(self, region: _RegionFrame) -> None:
         region.next = region.last + 1
         self.running = None
 
-    def dropping(self) -> _Region | None:
+    def dropping(self) -> _RegionFrame | None:
         """Return the region whose stages must run once without saving before any other action can."""
         top = self.stack[-1] if self.stack else None
-        return top if isinstance(top, _Region) and top.ran < top.last else None
+        return top if isinstance(top, _RegionFrame) and top.ran < top.last else None
 
-    def dropped(self, region: _Region) -> int:
+    def dropped(self, region: _RegionFrame) -> int:
         """Return the peak of the region's next stage without saving, above base and held."""
         stage = self.chain.stages[region.ran + 1]
         linked = 0 if region.ran + 1 == region.first else stage.linked_bytes
@@ -264,9 +269,9 @@ class _Machine:
 
     def keep(self, stage: int, option: Option, *, linked: int, external: int) -> None:
         held = option.saved_bytes + linked * option.saves_input + external * option.saves_external
-        self.push(_Kept(stage, option, held))
+        self.push(_KeptFrame(stage, option, held))
 
-    def push(self, entry: _Kept | _Region) -> None:
+    def push(self, entry: _KeptFrame | _RegionFrame) -> None:
         self.stack.append(entry)
         self.held += entry.held
 

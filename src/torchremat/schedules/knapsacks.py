@@ -76,7 +76,7 @@ class Knapsack:
         """
         taken = self._greedy()
         worth = float(self._worths[taken].sum())
-        search = _Search(self._worths, self._weights, self._room, self._price, self._begun)
+        search = _ChangeSearch(self._worths, self._weights, self._room, self._price, self._begun)
         changes = search.run(self.bound - max(worth, above), ends_s)
         if changes is not None:
             taken = np.arange(len(self._worths)) < self._begun
@@ -95,7 +95,7 @@ class Knapsack:
         return taken
 
 
-class _Search:
+class _ChangeSearch:
     """The changes to the greedy choice of the first things that lose least.
 
     Attributes:

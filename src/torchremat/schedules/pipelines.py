@@ -79,7 +79,7 @@ def _action(word: str) -> Action:
     match = _WORD.fullmatch(word)
     if match is None:
         raise ScheduleError(
-            f"{word!r} is no action, which is one of {', '.join(_KINDS)}, a stage and a microbatch: F0.1"
+            f"{word!r} is not an action: expected one of {', '.join(_KINDS)}, a stage and a microbatch, such as F0.1"
         )
     return Action(kind=_KINDS[match[1]], stage=int(match[2]), microbatch=int(match[3]))
 
@@ -187,7 +187,7 @@ def check_order(order: Order) -> None:
     for worker, actions in enumerate(order):
         for place, action in enumerate(actions):
             if action.kind not in COMPUTES:
-                problems.append(f"{action} of worker {worker}: a {action.kind} is no work that an order can hold")
+                problems.append(f"{action} of worker {worker}: an order cannot hold a {action.kind}")
             elif action.stage < 0 or action.microbatch < 0:
                 problems.append(f"{action} of worker {worker}: a stage and a microbatch are at least 0")
             elif action in places:
@@ -250,4 +250,4 @@ def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int)
 
 def _check_sizes(microbatches: int, stages: int) -> None:
     if microbatches < 1 or stages < 1:
-        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: at least 1 of both is needed")
+        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: expected at least 1 of both")

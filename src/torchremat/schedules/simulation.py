@@ -165,7 +165,7 @@ def _check_costs(order: Order, costs: Costs) -> None:
     needed = sorted({(action.stage, action.kind) for actions in order for action in actions})
     problems = [f"{kind} of stage {stage} has no cost" for stage, kind in needed if (stage, kind) not in costs]
     problems += [
-        f"{kind} of stage {stage} costs {cost!r} s, which is no length of time"
+        f"{kind} of stage {stage} costs {cost!r} s, which is not a length of time"
         for (stage, kind), cost in costs.items()
         if kind not in LETTERS or not (math.isfinite(cost) and cost >= 0)
     ]

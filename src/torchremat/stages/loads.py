@@ -113,7 +113,7 @@ def _loads(
                 yield load(stage, "weight")
                 left += left_bytes.get(stage, 0)
             case "copy" | "wait":
-                raise bug(f"an order with {action}, which is no part of one")
+                raise bug(f"an order with {action}, which an order cannot have")
 
 
 def counted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:

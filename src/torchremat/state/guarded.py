@@ -46,6 +46,6 @@ def check_named(one: object) -> None:
         )
     ):
         raise UnsupportedError(
-            f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that holds "
-            "it, or give it `snapshot()` and `restore(state)`."
+            f"guard: the contents of {type(one).__name__} cannot be restored; name the object that holds it, or give "
+            "it `snapshot()` and `restore(state)`."
         )

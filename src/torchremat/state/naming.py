@@ -23,7 +23,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), types.ModuleType, t
 Named = tuple[str, object]
 
 
-def walk(function: object, template: object = ((), {}), label: str = "") -> Iterator[Named]:
+def named_objects(function: object, template: object = ((), {}), label: str = "") -> Iterator[Named]:
     """Yield the objects that a call reaches with their names, each object once, the nearest first.
 
     Args:
@@ -65,7 +65,7 @@ def name_of(tensor: Tensor, function: object, template: object, roots: Iterable[
         for name, one in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
             if one is tensor:
                 return name
-    found = ((name, one) for name, one in walk(function, template or ((), {})) if isinstance(one, Tensor))
+    found = ((name, one) for name, one in named_objects(function, template or ((), {})) if isinstance(one, Tensor))
     return next((name for name, one in found if one is tensor or _is_alias(one, tensor)), None)
 
 

@@ -217,8 +217,8 @@ class Snapshot:
         if by_forward:
             return (
                 f"{region}: its forward wrote `{name}` in place, which is not copied before each forward: it is a "
-                "parameter, or large and was left alone the first time. So what it was is gone. Write out of place, "
-                "or name the object or module that holds it in `guard=[...]`, so that its tensors are copied."
+                "parameter, or large and was left alone the first time. So its earlier value is lost. Write out of "
+                "place, or name the object or module that holds it in `guard=[...]`, so that its tensors are copied."
             )
         if id(tensor) in self.named:
             return (

@@ -133,6 +133,6 @@ class World:
         self.pending += [one for one in items if type(one) not in LEADS_NOWHERE]
         if len(self.seen) > _MOST_ITEMS and self.is_argument:
             raise UnsupportedError(
-                f"more than {_MOST_ITEMS:,} objects hang on a region's arguments; whether the forward changes one "
-                "cannot be watched. Pass what the function needs of them."
+                f"more than {_MOST_ITEMS:,} objects are reachable from a region's arguments, too many to watch for "
+                "changes. Pass only what the function needs."
             )

@@ -74,9 +74,7 @@ class Catalog:
     ) -> None:
         if isinstance(store, type) or not callable(getattr(store, "put", None)):
             found = store.__name__ if isinstance(store, type) else repr(store)
-            raise UnsupportedError(
-                f"store={found}: an object with a method `put` is needed, such as torchremat.Host()."
-            )
+            raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")
         self.store = store
         self.min_bytes = min_bytes
         self.window_bytes = window_bytes

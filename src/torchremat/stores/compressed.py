@@ -40,11 +40,11 @@ class Compressed(Remade):
     def __init__(self, store: Store | None = None, *, lossy: LossyCodec | None = None) -> None:
         if lossy is not None and (isinstance(lossy, type) or not isinstance(cast("object", lossy), LossyCodec)):
             raise UnsupportedError(
-                f"lossy={lossy!r} is no lossy codec: it needs encode, decode and bound. "
-                "Use torchremat.codecs.BFloat16(), Float8() or Int8(), or None to lose nothing."
+                f"lossy={lossy!r} is not a lossy codec: it needs encode, decode and bound. Use "
+                "torchremat.codecs.BFloat16(), Float8() or Int8(), or None to lose nothing."
             )
         if store is not None and not callable(getattr(store, "put", None)):
-            raise UnsupportedError(f"Compressed(...): a store is needed, got {store!r}.")
+            raise UnsupportedError(f"Compressed(...): expected a store, got {store!r}.")
         self.store = Keep() if store is None else store
         self.lossy = lossy
         self._codecs = _LOSSLESS if lossy is None else (*_LOSSLESS, lossy)

@@ -56,11 +56,11 @@ class Disk(Remade):
     ) -> None:
         pending_bytes = bytes_of(pending, "Disk(pending=...)")
         if type(threads) is not int or threads < 1:
-            raise UnsupportedError(f"Disk(threads={threads!r}): an int of at least 1 is needed.")
+            raise UnsupportedError(f"Disk(threads={threads!r}): expected an int of at least 1.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            raise UnsupportedError(f"Disk(timeout_s={timeout_s!r}): a number of seconds above 0 is needed.")
+            raise UnsupportedError(f"Disk(timeout_s={timeout_s!r}): expected a number of seconds above 0.")
         if directory is not None and not isinstance(directory, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            raise UnsupportedError(f"Disk(directory={directory!r}): a path is needed.")
+            raise UnsupportedError(f"Disk(directory={directory!r}): expected a path.")
         self.strict = strict
         self.directory = Path(tempfile.gettempdir() if directory is None else directory)
         limit_bytes = limit_of(limit, "Disk(limit=...)")
@@ -139,7 +139,7 @@ class Disk(Remade):
             raise StoreError(message)
         if not self._warned:
             self._warned = True
-            warn(f"{message} Such tensors stay where they are; this is said once.", StoreWarning)
+            warn(f"{message} Such tensors stay where they are. This warning is shown once.", StoreWarning)
 
     def __repr__(self) -> str:
         return self._described

@@ -151,7 +151,7 @@ class Surrogate(InCatalog):
 
 
 @dataclass(frozen=True)
-class _Written(InCatalog):
+class _WrittenAfterSave(InCatalog):
     """A tensor that was written after it was saved, by the operation that saves it."""
 
     message: str
@@ -249,7 +249,7 @@ class SlotWatch(TorchFunctionMode):
             for one in waiting:
                 tensor = one.saved.tensor
                 if one.saved.is_written:
-                    one.narrowable.put(_Written(str(one.saved.written()), metadata_of(tensor)))
+                    one.narrowable.put(_WrittenAfterSave(str(one.saved.written()), metadata_of(tensor)))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(tensor, slot)

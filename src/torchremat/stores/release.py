@@ -46,11 +46,11 @@ def land(store: object, *, all_of_it: bool) -> None:
         store.land(all_of_it=all_of_it)
 
 
-class _Read(threading.local):
+class _PendingReads(threading.local):
     held: list[object] | None = None
 
 
-_read = _Read()
+_read = _PendingReads()
 
 
 @contextmanager

@@ -34,14 +34,14 @@ class Tiers(Remade):
 
     def __init__(self, *stores: Store, strict: bool = False) -> None:
         if not stores:
-            raise UnsupportedError("Tiers(): at least one store is needed.")
+            raise UnsupportedError("Tiers(): expected at least one store.")
         for store in stores:
             if not callable(getattr(store, "put", None)):
-                raise UnsupportedError(f"Tiers(...): a store is needed, got {store!r}.")
+                raise UnsupportedError(f"Tiers(...): expected a store, got {store!r}.")
             if getattr(store, "strict", False):
                 raise UnsupportedError(
-                    f"Tiers(...): {store!r} is strict, so the stores after it would never be asked. Say "
-                    "`Tiers(..., strict=True)` instead, which raises if none of them has room."
+                    f"Tiers(...): {store!r} is strict, so the stores after it would never be asked. Use `Tiers(..., "
+                    "strict=True)` instead, which raises if none of them has room."
                 )
         self.stores = stores
         self.strict = strict

@@ -50,15 +50,15 @@ class GraphSlot:
             try:
                 return self.raw.unpack()
             except RuntimeError:
-                if self._has_hooks_beside(own):  # or it is an output of the node, unpacked only for the node itself
+                if self._calls_other_hooks(own):  # or it is an output of the node, unpacked only for the node itself
                     raise
-        elif self._has_hooks_beside(own):
+        elif self._calls_other_hooks(own):
             raise RuntimeError("hooks of others would be called.")
         of_function = self._name == "tensors" and hasattr(self.node, "saved_tensors")
         found = getattr(self.node, "saved_tensors" if of_function else f"_saved_{self._name}")
         return cast("Tensor", found if self._number is None else found[self._number])
 
-    def _has_hooks_beside(self, own: Unpack | None) -> bool:
+    def _calls_other_hooks(self, own: Unpack | None) -> bool:
         """Return whether reading this slot would call another hook: a node unpacks all slots of one name together."""
         hooks = [slot.raw.unpack_hook for slot in slots_of(self.node) if slot._name == self._name]
         return any(hook is not None and hook is not own for hook in hooks)

@@ -185,14 +185,14 @@ class _End:
                 owner.forget(self._task)
 
 
-class _Ends(threading.local):
+class _LastBackward(threading.local):
     """The end of the last backward in a thread that has unpacked a tensor."""
 
     task = -1
     end: ReferenceType[_End] | None = None
 
 
-_ends = _Ends()
+_ends = _LastBackward()
 
 
 def _end_of(task: int) -> _End:

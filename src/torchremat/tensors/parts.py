@@ -18,7 +18,7 @@ from torchremat.errors import UnsupportedError
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-class _Wrapper(Protocol):
+class _WrapperTensor(Protocol):
     def __tensor_flatten__(self) -> tuple[list[str], object]: ...
 
 
@@ -30,7 +30,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that make up a wrapper, at any depth; any other tensor is its own only part."""
     if is_wrapper(tensor):
-        names, _ = cast("_Wrapper", tensor).__tensor_flatten__()
+        names, _ = cast("_WrapperTensor", tensor).__tensor_flatten__()
         for name in names:
             part: object = getattr(tensor, name)
             if isinstance(part, Tensor):  # a DTensor names its mesh as well
@@ -43,7 +43,7 @@ def attributes_of(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that user code has set on a tensor; the parts of a wrapper, set there too, are left out."""
     attributes = dict(tensor.__dict__)
     if is_wrapper(tensor):
-        for name in cast("_Wrapper", tensor).__tensor_flatten__()[0]:
+        for name in cast("_WrapperTensor", tensor).__tensor_flatten__()[0]:
             attributes.pop(name, None)
     return attributes
 
@@ -71,7 +71,7 @@ def _memory_of(tensor: Tensor) -> UntypedStorage | None:
     if type(tensor) not in _PLAIN and memory.device.type != "meta" and _is_empty_shell(memory):
         raise UnsupportedError(
             f"a tensor of shape {tuple(tensor.shape)} is a {type(tensor).__module__}.{type(tensor).__qualname__}: it "
-            "wraps other tensors and does not tell which, so nobody can count its bytes. Give the class "
+            "wraps other tensors and does not tell which, so its bytes cannot be counted. Give the class "
             "`__tensor_flatten__` and `__tensor_unflatten__`, as torch asks of wrapper subclasses."
         )
     return memory

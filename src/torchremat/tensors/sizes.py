@@ -50,7 +50,7 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
         raise BudgetError(f"a size cannot be {size!r} ({type(size).__name__}). {_ALLOWED}")
     if isinstance(size, int):
         if size.bit_length() > _MOST_BITS:
-            raise BudgetError(f"a size of 2**{size.bit_length() - 1} B or more cannot be meant. {_ALLOWED}")
+            raise BudgetError(f"a size of 2**{size.bit_length() - 1} B or more is too large. {_ALLOWED}")
         count = size
     else:
         if len(size) > _MOST_BITS:

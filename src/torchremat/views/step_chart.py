@@ -30,17 +30,17 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
         note: Of the chart.
     """
     steps = (step, *beside)
-    highest = max([one.live_bytes for each in steps for one in each.moments] + [step.budget_bytes or 0, 1])
+    highest = max([one.live_bytes for each in steps for one in each.points] + [step.budget_bytes or 0, 1])
     unit, size = unit_of(highest)
     time_unit, scale = ("s", 1.0) if max(each.ends_s for each in steps) >= 2 else ("ms", 1e3)
-    moments = thinned(step.moments)
-    if len(moments) < len(step.moments):
-        note = f"{note} {len(moments):,} of {len(step.moments):,} points are drawn, with each peak.".strip()
+    points = thinned(step.points)
+    if len(points) < len(step.points):
+        note = f"{note} {len(points):,} of {len(step.points):,} points are drawn, with each peak.".strip()
     data = [
         *_before(step, scale, size),
-        *(_area(step, moments, phase, scale, size) for phase in _PHASES if any(one.phase == phase for one in moments)),
-        *(_line(one, thinned(one.moments), scale, size, is_beside=True) for one in beside),
-        _line(step, moments, scale, size, is_beside=False),
+        *(_area(step, points, phase, scale, size) for phase in _PHASES if any(one.phase == phase for one in points)),
+        *(_line(one, thinned(one.points), scale, size, is_beside=True) for one in beside),
+        _line(step, points, scale, size, is_beside=False),
         *_budget(step, max(each.ends_s for each in steps), scale, size),
         *_peak(step, scale, size),
     ]
@@ -79,21 +79,21 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
     return Chart(title=title, figure={"data": data, "layout": layout}, spans=spans, note=note, height=height)
 
 
-def thinned(moments: Sequence[CurvePoint], most: int = MOST_POINTS) -> list[CurvePoint]:
+def thinned(points: Sequence[CurvePoint], most: int = MOST_POINTS) -> list[CurvePoint]:
     """Return about `most` points: the first, the lowest, the highest and the last of equal stretches.
 
     No point at a change of phase is left out, so the result may have a few more.
     """
-    if len(moments) <= most:
-        return [*moments]
-    length = -(-len(moments) * 4 // most)
+    if len(points) <= most:
+        return [*points]
+    length = -(-len(points) * 4 // most)
     found: list[CurvePoint] = []
-    for start in range(0, len(moments), length):
-        places = range(start, min(start + length, len(moments)))
-        lowest = min(places, key=lambda place: moments[place].live_bytes)
-        highest = max(places, key=lambda place: moments[place].live_bytes)
-        changes = {place for place in places if place and moments[place].phase != moments[place - 1].phase}
-        found += [moments[place] for place in sorted({places[0], lowest, highest, places[-1], *changes})]
+    for start in range(0, len(points), length):
+        places = range(start, min(start + length, len(points)))
+        lowest = min(places, key=lambda place: points[place].live_bytes)
+        highest = max(places, key=lambda place: points[place].live_bytes)
+        changes = {place for place in places if place and points[place].phase != points[place - 1].phase}
+        found += [points[place] for place in sorted({places[0], lowest, highest, places[-1], *changes})]
     return found
 
 
@@ -121,17 +121,17 @@ _AREA: Figure = {
 }
 
 
-def _area(step: Step, moments: Sequence[CurvePoint], phase: str, scale: float, size: int) -> Figure:
+def _area(step: Step, points: Sequence[CurvePoint], phase: str, scale: float, size: int) -> Figure:
     """Return the area of one phase: a closed shape for each stretch of it, with gaps between."""
     base = step.before_bytes / size
     xs: list[float | None] = []
     ys: list[float | None] = []
-    for is_phase, group in groupby(range(len(moments)), key=lambda place: moments[place].phase == phase):
+    for is_phase, group in groupby(range(len(points)), key=lambda place: points[place].phase == phase):
         places = [*group]
         if not is_phase:
             continue
-        reach = [*places, places[-1] + 1] if places[-1] + 1 < len(moments) else places
-        x, y = _points(step, [moments[place] for place in reach], scale, size)
+        reach = [*places, places[-1] + 1] if places[-1] + 1 < len(points) else places
+        x, y = _points(step, [points[place] for place in reach], scale, size)
         if xs:
             xs.append(None)
             ys.append(None)
@@ -140,10 +140,10 @@ def _area(step: Step, moments: Sequence[CurvePoint], phase: str, scale: float, s
     return {**_AREA, "name": phase, "x": xs, "y": ys, "fillcolor": f"@{phase}"}
 
 
-def _points(step: Step, moments: Sequence[CurvePoint], scale: float, size: int) -> tuple[list[float], list[float]]:
+def _points(step: Step, points: Sequence[CurvePoint], scale: float, size: int) -> tuple[list[float], list[float]]:
     """Return the corners of the curve."""
-    xs = [one.seconds * scale for one in moments]
-    ys = [one.live_bytes / size for one in moments]
+    xs = [one.seconds * scale for one in points]
+    ys = [one.live_bytes / size for one in points]
     if not step.jumps:
         return xs, ys
     corners = [(xs[0], ys[0])]
@@ -152,7 +152,7 @@ def _points(step: Step, moments: Sequence[CurvePoint], scale: float, size: int) 
     return [x for x, _ in corners], [y for _, y in corners]
 
 
-def _line(step: Step, moments: Sequence[CurvePoint], scale: float, size: int, *, is_beside: bool) -> Figure:
+def _line(step: Step, points: Sequence[CurvePoint], scale: float, size: int, *, is_beside: bool) -> Figure:
     line: Figure = {"shape": "hv" if step.jumps else "linear", "width": 1.5, "color": "@ink"}
     if is_beside:
         line |= {"color": "@plain", "dash": "dot"}
@@ -160,10 +160,10 @@ def _line(step: Step, moments: Sequence[CurvePoint], scale: float, size: int, *,
         "type": "scatter",
         "mode": "lines",
         "name": step.name,
-        "x": [one.seconds * scale for one in moments],
-        "y": [one.live_bytes / size for one in moments],
+        "x": [one.seconds * scale for one in points],
+        "y": [one.live_bytes / size for one in points],
         "line": line,
-        "customdata": [[_hover(one, step.name if is_beside else ""), one.key] for one in moments],
+        "customdata": [[_hover(one, step.name if is_beside else ""), one.key] for one in points],
         "hovertemplate": "%{customdata[0]}<extra></extra>",
     }
 

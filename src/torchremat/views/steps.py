@@ -58,7 +58,7 @@ class Step:
 
     Attributes:
         name: The name of the step.
-        moments: The points of the curve, in order of time.
+        points: The points of the curve, in order of time.
         slices: The slices; slices of one row do not overlap.
         jumps: Whether the bytes are constant until the next point, which is so if every change was recorded.
         before_bytes: The bytes that were live before the step.
@@ -66,7 +66,7 @@ class Step:
     """
 
     name: str
-    moments: tuple[CurvePoint, ...]
+    points: tuple[CurvePoint, ...]
     slices: tuple[Slice, ...] = ()
     jumps: bool = False
     before_bytes: int = 0
@@ -75,17 +75,17 @@ class Step:
     @property
     def peak(self) -> CurvePoint | None:
         """The first of the highest points."""
-        return max(self.moments, key=lambda one: one.live_bytes, default=None)
+        return max(self.points, key=lambda one: one.live_bytes, default=None)
 
     @property
     def ends_s(self) -> float:
         """The time of the last point."""
-        return self.moments[-1].seconds if self.moments else 0.0
+        return self.points[-1].seconds if self.points else 0.0
 
 
-def phases_of(moments: Sequence[CurvePoint]) -> tuple[Slice, ...]:
+def phases_of(points: Sequence[CurvePoint]) -> tuple[Slice, ...]:
     """Return the slices of the phases."""
-    return runs((one.seconds, one.phase, one.phase, "") for one in moments) if moments else ()
+    return runs((one.seconds, one.phase, one.phase, "") for one in points) if points else ()
 
 
 def runs(told: Iterable[tuple[float, str, Kind, str]], *, row: str = "phase") -> tuple[Slice, ...]:
@@ -96,10 +96,10 @@ def runs(told: Iterable[tuple[float, str, Kind, str]], *, row: str = "phase") ->
         row: The row of the slices.
     """
     found: list[Slice] = []
-    moments = [*told]
-    starts = [place for place, one in enumerate(moments) if not place or one[1:] != moments[place - 1][1:]]
-    for first, after in pairwise([*starts, len(moments) - 1]):
-        seconds, name, kind, key = moments[first]
-        if name and moments[after][0] > seconds:
-            found.append(Slice(row=row, name=name, starts_s=seconds, ends_s=moments[after][0], kind=kind, key=key))
+    points = [*told]
+    starts = [place for place, one in enumerate(points) if not place or one[1:] != points[place - 1][1:]]
+    for first, after in pairwise([*starts, len(points) - 1]):
+        seconds, name, kind, key = points[first]
+        if name and points[after][0] > seconds:
+            found.append(Slice(row=row, name=name, starts_s=seconds, ends_s=points[after][0], kind=kind, key=key))
     return tuple(found)

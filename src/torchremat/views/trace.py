@@ -46,7 +46,7 @@ def _events(step: Step, process: int) -> Iterator[_Event]:
             "dur": 1e6 * (one.ends_s - one.starts_s),
             "args": {"told": "\n".join(one.says)} if one.says else {},
         }
-    for one in step.moments:
+    for one in step.points:
         args: _Event = {"bytes": one.live_bytes}
         yield {"ph": "C", "pid": process, "name": "live bytes", "ts": 1e6 * one.seconds, "args": args}
     if (peak := step.peak) is not None:

@@ -179,7 +179,7 @@ def test_what_a_forward_raises_arrives():
 
 @pytest.mark.parametrize("made", [None, nullcontext(), (nullcontext(),)])
 def test_what_is_no_pair_is_an_error(made):
-    with pytest.raises(ValueError, match=r"context_fn: a function that returns a pair of context managers is needed"):
+    with pytest.raises(ValueError, match=r"context_fn: expected a function that returns a pair of context managers"):
         checkpoint(three, leaf(3), use_reentrant=False, context_fn=lambda: made)
 
 

@@ -296,9 +296,9 @@ def test_the_functions_own_arguments_may_be_called_as_options_are():
 def test_a_decorator_of_nothing_that_can_be_called():
     with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
         ours.checkpoint(use_reentrant=False, scale=2)
-    with pytest.raises(TypeError, match="a callable is needed, got int"):
+    with pytest.raises(TypeError, match="expected a callable, got int"):
         ours.checkpoint(use_reentrant=False)(3)
-    with pytest.raises(TypeError, match="a callable is needed, got NoneType"):
+    with pytest.raises(TypeError, match="expected a callable, got NoneType"):
         ours.checkpoint(None, leaf(3), use_reentrant=False)
 
 

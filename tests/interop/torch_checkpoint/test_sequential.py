@@ -149,7 +149,7 @@ def test_random_numbers_are_drawn_again_unless_told_otherwise(use_reentrant):
 def test_a_number_of_segments_that_cannot_be_is_an_error(segments):
     model, _ = steps(3)
 
-    message = rf"segments={segments}, but there are 3 functions: from 1 to 3 segments can be made of them"
+    message = rf"segments={segments}, but there are 3 functions: expected 1 to 3"
     with pytest.raises(ValueError, match=message):
         checkpoint_sequential(model, segments, leaf(2, 3), use_reentrant=False)
 

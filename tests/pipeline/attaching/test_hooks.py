@@ -40,7 +40,7 @@ def test_the_library_does_not_import_the_schedules():
 @pytest.mark.parametrize("use", [attach, in_flight])
 def test_a_schedule_of_another_class_is_named_with_what_is_allowed(use):
     message = (
-        "schedule: a Linear is not known. Allowed are the schedules of torch.distributed.pipelining: ScheduleGPipe, "
+        "schedule: a Linear is not supported. Use a schedule of torch.distributed.pipelining: ScheduleGPipe, "
         "Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble, "
         "ScheduleZBVZeroBubble, ScheduleDualPipeV."
     )

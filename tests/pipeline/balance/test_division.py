@@ -71,9 +71,9 @@ def test_tables():
 @pytest.mark.parametrize(
     ("costs", "partitions", "message"),
     [
-        ([1], 0, "balance: partitions=0: a positive integer is needed."),
-        ([1], True, "balance: partitions=True: a positive integer is needed."),
-        ([1], 1.0, "balance: partitions=1.0: a positive integer is needed."),
+        ([1], 0, "balance: partitions=0: expected a positive integer."),
+        ([1], True, "balance: partitions=True: expected a positive integer."),
+        ([1], 1.0, "balance: partitions=1.0: expected a positive integer."),
         (
             [1, 2],
             3,

@@ -139,15 +139,15 @@ def test_what_cannot_be_measured():
 
     assert str(raised.value) == (
         "balance_by_size: 4 problems:\n"
-        "  partitions=0: a positive integer is needed.\n"
+        "  partitions=0: expected a positive integer.\n"
         "  1 of 2 parameters have a gradient already (`0.bias`), which copies would have as well; call "
         "`module.zero_grad(set_to_none=True)` first.\n"
         "  chunks=4: the tensors of a batch need the same number of rows, they have 3 and 8.\n"
-        "  param_scale=-1: a finite number is needed, at least 0."
+        "  param_scale=-1: expected a finite number, at least 0."
     )
-    with pytest.raises(StepError, match="chunks=0: a positive integer"):
+    with pytest.raises(StepError, match="chunks=0: expected a positive integer"):
         balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(8, 2), chunks=0)
-    with pytest.raises(StepError, match=r"chunks=2: the tensors .* there is none with any"):
+    with pytest.raises(StepError, match=r"chunks=2: the tensors .* but none of them has rows"):
         balance_by_size(1, nn.Sequential(nn.ReLU()), torch.tensor(1.0), chunks=2)
 
 

@@ -249,9 +249,9 @@ def test_what_cannot_be_timed():
         "  partitions=3, but there are 2 layers, and each needs one; give at most that.\n"
         "  4 of 4 parameters have a gradient already (`0.weight`, `0.bias`, `1.weight`, ...), which copies would have "
         "as well; call `module.zero_grad(set_to_none=True)` first.\n"
-        "  timeout=nan: seconds are needed, at least 0."
+        "  timeout=nan: expected seconds, at least 0."
     )
-    with pytest.raises(StepError, match=r"module: a torch.nn.Sequential is needed, .* got Linear"):
+    with pytest.raises(StepError, match=r"module: expected a torch.nn.Sequential, .* got Linear"):
         balance_by_time(1, model[0], torch.rand(1, 2))
     with pytest.raises(StepError, match="meta device"):
         balance_by_time(1, nn.Sequential(nn.Linear(2, 2, device="meta")), torch.rand(1, 2))

@@ -286,11 +286,11 @@ def test_popped_without_a_stash():
     ("declare", "words"),
     [
         (lambda: skippable(Pop.module_cls), "@skippable needs its names: @skippable(stash=[...], pop=[...])."),
-        (lambda: skippable(stash="ab"), "stash='ab': a list of names is needed, such as stash=['a']."),
-        (lambda: skippable(pop=[1]), "pop=[1]: a list of names is needed, such as pop=['a']."),
-        (lambda: skippable(pop=1), "pop=1: a list of names is needed, such as pop=['a']."),
+        (lambda: skippable(stash="ab"), "stash='ab': expected a list of names, such as stash=['a']."),
+        (lambda: skippable(pop=[1]), "pop=[1]: expected a list of names, such as pop=['a']."),
+        (lambda: skippable(pop=1), "pop=1: expected a list of names, such as pop=['a']."),
         (lambda: skippable()(int), "@skippable is for subclasses of nn.Module, got <class 'int'>."),
-        (lambda: Pop().isolate("a"), "isolate('a'): a Namespace or None is needed."),
+        (lambda: Pop().isolate("a"), "isolate('a'): expected a Namespace or None."),
         (
             lambda: Pop().isolate(Namespace(), only=["b", "a"]),
             "isolate(only=...): 'b' is not declared by Pop, which has 'a'.",

@@ -135,7 +135,7 @@ def checkpoint(
         _warn_of_default("checkpoint", _WILL_RAISE)
         use_reentrant = True
     if not callable(function):
-        raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
+        raise TypeError(f"function: expected a callable, got {type(function).__name__}.")
     preserve = _preserves_by_default() if preserve_rng_state is None else preserve_rng_state
     if use_reentrant:
         is_plain = context_fn is noop_context_fn and debug is False and respect_saved_tensors_hooks is None
@@ -235,8 +235,8 @@ def _run_reentrant(
         )
     if innermost_transform() is not None:
         raise UnsupportedError(
-            "a reentrant region (use_reentrant=True) goes backward by itself, which transforms of torch.func do not "
-            "see. Pass use_reentrant=False."
+            "a reentrant region (use_reentrant=True) runs a backward of its own, which transforms of torch.func do "
+            "not see. Pass use_reentrant=False."
         )
     return CheckpointFunction.apply(function, preserve, *args)
 
@@ -315,8 +315,7 @@ def checkpoint_sequential(
     functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not 1 <= segments <= max(1, len(functions)):
         raise ValueError(
-            f"segments={segments}, but there are {len(functions)} functions: from 1 to {len(functions)} segments can "
-            "be made of them."
+            f"segments={segments}, but there are {len(functions)} functions: expected 1 to {len(functions)}."
         )
     spread = len(inputs) > 1
     values: Any = inputs if spread else next(iter(inputs))

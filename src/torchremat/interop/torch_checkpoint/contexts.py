@@ -34,7 +34,7 @@ class Contexts:
         pair = context_fn()
         if not isinstance(pair, tuple | list) or len(pair) != 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
             raise ValueError(
-                "context_fn: a function that returns a pair of context managers is needed; it returned a "
+                "context_fn: expected a function that returns a pair of context managers, got one that returned a "
                 f"{type(pair).__name__}."
             )
         self._forward: AbstractContextManager[object] | None = pair[0]

@@ -21,7 +21,7 @@ class Decorated:
 
     def __init__(self, checkpoint: Checkpoint, options: Mapping[str, object], function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
+            raise TypeError(f"function: expected a callable, got {type(function).__name__}.")
         self.function = function
         self.options = dict(options)
         self._checkpoint = checkpoint

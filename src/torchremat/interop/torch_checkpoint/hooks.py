@@ -37,13 +37,13 @@ class Hooks:
     pack: Pack
     unpack: Unpack
 
-    def put(self, tensor: Tensor) -> _Packed:
+    def put(self, tensor: Tensor) -> _PackedByHooks:
         """Hand a tensor to the hooks."""
-        return _Packed(self.pack(tensor), self.unpack, tensor.nbytes, ref(tensor), version_of(tensor))
+        return _PackedByHooks(self.pack(tensor), self.unpack, tensor.nbytes, ref(tensor), version_of(tensor))
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _PackedByHooks:
     """A tensor as packed by hooks.
 
     Attributes:

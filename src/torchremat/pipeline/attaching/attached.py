@@ -1,7 +1,7 @@
 """Sessions, look-ahead and a record for a schedule of torch.distributed.pipelining.
 
     attribute                                        of              replaced by              if
-    `step`                                           schedule        _Step
+    `step`                                           schedule        _ScheduleStep
     `forward_one_chunk` and both backward pieces     each stage      SessionsOfStage
     `_step_microbatches`, `get_bwd_recv_ops`, ...    GPipe, 1F1B     Waits                    `lookahead`, `record`
     `bwd_recv_ops`, `fwd_recv_ops`                   the others      Waits                    `lookahead`, `record`
@@ -66,7 +66,7 @@ class Attached:
         self._waits = Waits(self._stages, Lookahead(lookahead_bytes) if lookahead else None, self._recorder)
         if lookahead or record:
             self._patches += self._waits.patches(schedule)
-        self._patches.append(Patch(schedule, STEP, _Step(schedule, self)))
+        self._patches.append(Patch(schedule, STEP, _ScheduleStep(schedule, self)))
 
     @property
     def events(self) -> tuple[PipelineEvent, ...]:
@@ -123,7 +123,7 @@ class Attached:
         self.detach()
 
 
-class _Step:
+class _ScheduleStep:
     """The `step` of a schedule, which leaves no session open."""
 
     def __init__(self, schedule: object, attached: Attached) -> None:
@@ -171,7 +171,7 @@ def attach(
     """
     check_flags(lookahead=lookahead, record=record)
     name = name_of(schedule)
-    if isinstance(vars(schedule).get(STEP), _Step):
+    if isinstance(vars(schedule).get(STEP), _ScheduleStep):
         raise UnsupportedError(
             f"this {name} is attached already. Detach it first: torchremat.pipeline.detach(schedule)."
         )
@@ -198,7 +198,7 @@ def detach(schedule: object) -> None:
         UnsupportedError: Nothing is attached, or other code has replaced an attribute since.
     """
     step = getattr(schedule, "__dict__", {}).get(STEP)
-    if not isinstance(step, _Step):
+    if not isinstance(step, _ScheduleStep):
         raise UnsupportedError(f"nothing is attached to this {type(schedule).__name__}, so there is nothing to detach.")
     step.attached.detach()
 
@@ -206,9 +206,9 @@ def detach(schedule: object) -> None:
 def _planned(schedule: object) -> list[str]:
     """Return the reasons why microbatches cannot run without regions: a plan needs all of its regions."""
     return [
-        f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at once "
-        "would keep more than the plan has counted; use checkpoint='all', plans of `plan_stages` leave out what a "
-        "stage need not recompute"
+        f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at "
+        "once would keep more than the plan has counted; use checkpoint='all' (plans of `plan_stages` recompute only "
+        "as much as a stage has to)"
         for stage in stages_of(schedule)
         if any(scope.choices for scope in scopes_on(stage.submod))
     ]

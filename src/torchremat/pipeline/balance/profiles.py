@@ -77,7 +77,7 @@ def balance_by_time(
     """
     problems = _problems_of_module(partitions, module)
     if not timeout >= 0:
-        problems.append(f"timeout={timeout!r}: seconds are needed, at least 0")
+        problems.append(f"timeout={timeout!r}: expected seconds, at least 0")
     if problems:
         raise StepError(f"balance_by_time: {_listed(problems)}")
     check_materialised(module)
@@ -115,7 +115,7 @@ def balance_by_size(
     """
     problems = [*_problems_of_module(partitions, module), *_problems_of_chunks(chunks, input)]
     if not _is_cost(param_scale):
-        problems.append(f"param_scale={param_scale!r}: a finite number is needed, at least 0")
+        problems.append(f"param_scale={param_scale!r}: expected a finite number, at least 0")
     if problems:
         raise StepError(f"balance_by_size: {_listed(problems)}")
     check_materialised(module)
@@ -146,7 +146,7 @@ def _is_count(count: object) -> bool:
 
 def _problems_of_partitions(partitions: int, layers: int) -> list[str]:
     if not _is_count(partitions):
-        return [f"partitions={partitions!r}: a positive integer is needed"]
+        return [f"partitions={partitions!r}: expected a positive integer"]
     if layers < partitions:
         return [f"partitions={partitions}, but there are {layers} layers, and each needs one; give at most that"]
     return []
@@ -154,7 +154,7 @@ def _problems_of_partitions(partitions: int, layers: int) -> list[str]:
 
 def _problems_of_module(partitions: int, module: nn.Module) -> list[str]:
     if not isinstance(module, nn.Sequential):
-        return [f"module: a torch.nn.Sequential is needed, whose layers run in order, got {type(module).__name__}"]
+        return [f"module: expected a torch.nn.Sequential, whose layers run in order, got {type(module).__name__}"]
     problems = _problems_of_partitions(partitions, len(module))
     named = list(module.named_parameters())
     having = [f"`{name}`" for name, parameter in named if parameter.grad is not None]
@@ -169,10 +169,10 @@ def _problems_of_module(partitions: int, module: nn.Module) -> list[str]:
 
 def _problems_of_chunks(chunks: int, batch: object) -> list[str]:
     if not _is_count(chunks):
-        return [f"chunks={chunks!r}: a positive integer is needed"]
+        return [f"chunks={chunks!r}: expected a positive integer"]
     rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     if chunks > 1 and len(rows) != 1:
-        found = f"they have {' and '.join(map(str, sorted(rows)))}" if rows else "there is none with any"
+        found = f"they have {' and '.join(map(str, sorted(rows)))}" if rows else "but none of them has rows"
         return [f"chunks={chunks}: the tensors of a batch need the same number of rows, {found}"]
     return []
 

@@ -34,7 +34,7 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
         param_scale: The factor.
         device: Where the copies run.
     """
-    counter = _Counter()
+    counter = _StorageCounter()
 
     def sized(cell: LayerCopy) -> tuple[int, Boundary]:
         saved_bytes, after = _run(cell, counter)
@@ -54,7 +54,7 @@ def first_microbatch(batch: object, chunks: int) -> object:
     return batch if chunks == 1 else mapped(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
 
 
-class _Counter:
+class _StorageCounter:
     """Knows which storages have been counted."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Counter:
         return sum(self.numbers.sizes[number] for number in new)
 
 
-def _run(cell: LayerCopy, counter: _Counter) -> tuple[int, Boundary]:
+def _run(cell: LayerCopy, counter: _StorageCounter) -> tuple[int, Boundary]:
     """Run a layer's forward; return the bytes that autograd keeps of it, and the values that pass on."""
     entered = cell.entered(copied=False)
     subject = Subject(
@@ -83,7 +83,7 @@ def _run(cell: LayerCopy, counter: _Counter) -> tuple[int, Boundary]:
         return _kept_bytes(run, tensors_in(ran), counter), cell.after(ran)
 
 
-def _kept_bytes(run: WatchedForward, outputs: list[Tensor], counter: _Counter) -> int:
+def _kept_bytes(run: WatchedForward, outputs: list[Tensor], counter: _StorageCounter) -> int:
     report = report_of(run, {}, [tensor for tensor in outputs if tensor.requires_grad])
     inputs = [run.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
     saved_bytes = report.saved_bytes + sum(counter.add(tensor) for tensor in inputs)
@@ -94,5 +94,5 @@ def _kept_bytes(run: WatchedForward, outputs: list[Tensor], counter: _Counter) -
 
 
 def _parameter_bytes(layer: nn.Module) -> int:
-    counter = _Counter()
+    counter = _StorageCounter()
     return sum(counter.add(parameter) for parameter in layer.parameters())

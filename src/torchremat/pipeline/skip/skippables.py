@@ -105,7 +105,7 @@ class Skippable(nn.Module):
             SkippableError: A name is not declared, or `namespace` is not a namespace.
         """
         if not (namespace is None or isinstance(namespace, Namespace)):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise SkippableError(f"isolate({namespace!r}): a Namespace or None is needed.")
+            raise SkippableError(f"isolate({namespace!r}): expected a Namespace or None.")
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _names("only", only)
         if names - declared:
@@ -125,7 +125,7 @@ class Skippable(nn.Module):
         """
         tracker = current_skip_tracker()
         popped = {key[1]: tracker.load(*key) for key in self.poppable()}
-        exchange = _Exchange(self, popped)
+        commands = _Commands(self, popped)
         output = self.module(*args, **kwargs)
         if isinstance(output, GeneratorType):
             if is_wrapped(self.module):
@@ -133,14 +133,14 @@ class Skippable(nn.Module):
                     f"{type(self).__name__}: the module inside, `.module`, is wrapped, and its forward is a generator, "
                     "which would run outside of the region. Wrap the skippable module itself."
                 )
-            output = exchange.run(cast("Generator[object, object, object]", output))
-        exchange.check()
+            output = commands.run(cast("Generator[object, object, object]", output))
+        commands.check()
         for key in self.stashable():
-            tracker.save(*key, exchange.stashed[key[1]])
+            tracker.save(*key, commands.stashed[key[1]])
         return output
 
 
-class _Exchange:
+class _Commands:
     """The commands of one forward."""
 
     def __init__(self, module: Skippable, popped: dict[str, object]) -> None:
@@ -262,7 +262,7 @@ def _names(argument: str, names: object) -> frozenset[str]:
         raise SkippableError("@skippable needs its names: @skippable(stash=[...], pop=[...]).")
     found = [] if isinstance(names, str) or not isinstance(names, Iterable) else list(cast("Iterable[object]", names))
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(one, str) for one in found):
-        raise SkippableError(f"{argument}={names!r}: a list of names is needed, such as {argument}=['a'].")
+        raise SkippableError(f"{argument}={names!r}: expected a list of names, such as {argument}=['a'].")
     return frozenset(cast("list[str]", found))
 
 

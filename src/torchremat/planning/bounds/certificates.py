@@ -28,7 +28,7 @@ _EXECUTED = (
     "where they begin or pass over an operator"
 )
 _PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
-_NO_BOUND = "what was seen of a plain step does not fit the budget, though the plan does"
+_NO_BOUND = "the plain step as observed does not fit the budget, though the plan does"
 _STORED = "tensors wait in stores, and the bounds are of schedules that recompute all that they do not hold"
 _NO_CHAIN = "nested regions: the calls of this step make no chain"
 

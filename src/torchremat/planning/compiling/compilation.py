@@ -78,15 +78,15 @@ class Compiled(Generic[P, R]):
         """Warn if the graphs compiled by a call cannot keep the budget. Under a mode compiled code runs eagerly."""
         if len(made) > 1:
             warn(
-                f"{self._name} broke into {len(made)} graphs with a backward. Each is held to the budget by itself, "
-                "but what the first ones save lies there while the later ones run, so that together they may need "
-                "more. fullgraph=True says where it breaks.",
+                f"{self._name} broke into {len(made)} graphs with a backward. Each keeps to the budget by itself, "
+                "but tensors saved by the first ones stay while the later ones run, so together they may need more. "
+                "fullgraph=True shows where it breaks.",
                 CompileWarning,
             )
         if not (self._was_compiled or has_compiled or has_modes()):
             warn(
-                f"nothing of {self._name} was compiled: dynamo runs it as it is, without a budget. A break inside of a "
-                "loop does that, and fullgraph=True says where it is.",
+                f"no part of {self._name} was compiled: dynamo runs it as it is, without a budget. A graph break "
+                "inside a loop causes this; fullgraph=True shows where.",
                 CompileWarning,
             )
         self._was_compiled |= has_compiled or not has_modes()
@@ -140,7 +140,7 @@ def compiled(
             value.
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
-        raise UnsupportedError(f"model: a torch.nn.Module or a function is needed, got {type(model).__name__}.")
+        raise UnsupportedError(f"model: expected a torch.nn.Module or a function, got {type(model).__name__}.")
     check_flags(fullgraph=fullgraph)
     check_flags(may_be_none=True, dynamic=dynamic)
     partitioner = PeakPartitioner(budget, margin=margin, cost=cost)

@@ -69,8 +69,8 @@ class Halver:
                 self._reads_programs = False
                 reason = str(error).partition("\n")[0]
                 warn(
-                    f"what Inductor makes of the graphs is not known ({type(error).__name__}: {reason}), and bytes are "
-                    "those of their operators. A real peak may be above the predicted one: leave a margin.",
+                    f"Inductor's code for the graphs could not be read ({type(error).__name__}: {reason}), so bytes "
+                    "are counted from their operators. The real peak may be above the predicted one: leave a margin.",
                     CompileWarning,
                 )
             else:

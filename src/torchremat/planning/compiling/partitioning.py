@@ -82,8 +82,8 @@ class Partition:
             [
                 f"peak        {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
                 f"(plain: {format_bytes(self.plain_peak_bytes)})",
-                f"saved       {format_bytes(self.saved_bytes)}, beside {format_bytes(self.fixed_bytes)} "
-                "of parameters and inputs",
+                f"saved       {format_bytes(self.saved_bytes)}, plus {format_bytes(self.fixed_bytes)} of parameters "
+                "and inputs",
                 f"recomputed  {self.recomputed_operators} operators, {format_flops(self.recomputed_flops)}{share}"
                 + ("; torch's own split" if self.is_torchs else ""),
                 f"excess      at most {100 * self.excess:.1f}% of the forward over what any schedule needs",
@@ -119,8 +119,8 @@ class PeakPartitioner:
         relative = relative_of(budget)
         if relative is not None and relative.of == "smallest":
             raise BudgetError(
-                f"budget={budget!r}: of a compiled graph the smallest is not sought. Give a size, or a share of the "
-                'plain peak: "60%", "40% of activations".'
+                f"budget={budget!r}: a compiled graph has no search for the smallest budget. Give a size, or a share "
+                'of the plain peak: "60%", "40% of activations".'
             )
         check_budget(budget, "the device", margin=margin)  # its size in bytes is known when a graph is split
         check_cost(cost)
@@ -244,6 +244,6 @@ def _code() -> list[Path]:
 def _not_counted(unknown: Mapping[str, str]) -> str:
     operators = "; ".join(f"{name}: {reason}" for name, reason in sorted(unknown.items()))
     return (
-        f"what kernels allocate beside their results is not known of some operators, and not counted ({operators}). "
-        "A real peak may be above the predicted one: leave a margin."
+        f"the workspaces of some kernels are not known and not counted ({operators}). The real peak may be above the "
+        "predicted one: leave a margin."
     )

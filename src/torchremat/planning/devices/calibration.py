@@ -46,7 +46,7 @@ class _TimedOperator:
     dtype: torch.dtype
 
 
-class _Kernels(EagerMode):
+class _KernelTimer(EagerMode):
     """Takes marks and times around each operator that computes something."""
 
     def __init__(self, mark: Callable[[str], int], device: torch.device) -> None:
@@ -115,14 +115,14 @@ def device_here(subject: Subject, device: torch.device) -> Device:
     runs: list[_TimedOperator] = []
     table: dict[str, list[MeasuredKernel]] = {}
     with subject.untouched():
-        with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+        with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as kernels:
             loss = subject.forward()
             run_backward(loss)
             del loss
         runs += _note(table, kernels.runs, recorder.trace)
     if subject.optimizer is not None:
         with stepped_and_undone(subject, subject.optimizer) as step:
-            with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+            with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as kernels:
                 step()
             runs += _note(table, kernels.runs, recorder.trace)
     return _described(device, runs, table)

@@ -77,26 +77,26 @@ class Device:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {getattr(self, name)!r}, a number above 0 is needed"
+            f"{name} is {getattr(self, name)!r}, expected a number above 0"
             for name in _NUMBERS
             if not _is_positive(getattr(self, name))
         ]
         problems += [
-            f"{name} is {getattr(self, name)!r}, an int is needed"
+            f"{name} is {getattr(self, name)!r}, expected an int"
             for name in _INTEGERS
             if isinstance(getattr(self, name), float)
         ]
         if self.host_bandwidth is not None and not _is_positive(self.host_bandwidth):
-            problems.append(f"host_bandwidth is {self.host_bandwidth!r}, a number above 0 is needed, or None")
+            problems.append(f"host_bandwidth is {self.host_bandwidth!r}, expected a number above 0, or None")
         if self.type not in ("cpu", "cuda"):
-            problems.append(f"type is {self.type!r}, 'cpu' or 'cuda' is needed")
+            problems.append(f"type is {self.type!r}, expected 'cpu' or 'cuda'")
         rates = list(self.flops.values()) if isinstance(self.flops, Mapping) else []  # pyright: ignore[reportUnnecessaryIsInstance]  user input
         if not rates or not all(map(_is_positive, rates)):
-            problems.append(f"flops is {self.flops!r}, at least one dtype with a number above 0 is needed")
+            problems.append(f"flops is {self.flops!r}, expected at least one dtype with a number above 0")
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            problems.append(f"name is {self.name!r}, a str is needed")
+            problems.append(f"name is {self.name!r}, expected a str")
         if not isinstance(self.overheads, Overheads) or not all(map(_is_amount, astuple(self.overheads))):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            problems.append(f"overheads is {self.overheads!r:.80}, Overheads in seconds of at least 0 are needed")
+            problems.append(f"overheads is {self.overheads!r:.80}, expected Overheads in seconds of at least 0")
         problems += _problems_of(self.kernels)
         if problems:
             raise DeviceError(f"device {self.name!r}: {'; '.join(problems)}.")
@@ -130,7 +130,7 @@ class Device:
             raise DeviceError(f"{path}: cannot be read as the description of a device: {error}.") from error
         if not isinstance(content, dict):
             raise DeviceError(
-                f"{path}: an object with {', '.join(_REQUIRED)} is needed, not a {type(content).__name__}."
+                f"{path}: expected an object with {', '.join(_REQUIRED)}, not a {type(content).__name__}."
             )
         found = cast("dict[str, object]", content)
         if found.get("version", _VERSION) != _VERSION or found.get("format", _FORMAT) != _FORMAT:
@@ -158,12 +158,12 @@ def _is_amount(value: object) -> bool:
 def _problems_of(kernels: object) -> list[str]:
     """Return the problems of a table of kernels; the first one is named."""
     if not isinstance(kernels, Mapping):
-        return [f"kernels is {kernels!r:.40}, a dict of MeasuredKernel by signature is needed"]
+        return [f"kernels is {kernels!r:.40}, expected a dict of MeasuredKernel by signature"]
     for name, one in cast("Mapping[object, object]", kernels).items():
         if not isinstance(name, str) or not isinstance(one, MeasuredKernel):
-            return [f"kernels[{name!r:.80}] is {one!r:.40}, a MeasuredKernel by its signature is needed"]
+            return [f"kernels[{name!r:.80}] is {one!r:.40}, expected a MeasuredKernel by its signature"]
         if not all(map(_is_amount, (one.seconds, one.workspace_bytes, *one.storage_bytes))):
-            return [f"kernels[{name!r:.80}] is {one!r}, seconds and bytes of at least 0 are needed"]
+            return [f"kernels[{name!r:.80}] is {one!r}, expected seconds and bytes of at least 0"]
     return []
 
 
@@ -173,19 +173,19 @@ def _read(content: dict[str, object], source: str) -> Device:
     problems = [f"misses {', '.join(missing)}"] if missing else []
     problems += [f"has {', '.join(unknown)}, which no device has"] if unknown else []
     if not isinstance(content.get("flops", {}), dict):
-        problems.append("flops is no object of dtypes")
+        problems.append("flops is not an object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
     # A handwritten description may leave out the overhead per tensor.
     tensors = {"saved_s": 0.0, "chosen_s": 0.0}
     if not _is_table({**tensors, **overheads} if isinstance(overheads, dict) else overheads, parts):
-        problems.append(f"overheads is {overheads!r:.40}, an object with {', '.join(parts)} in seconds is needed")
+        problems.append(f"overheads is {overheads!r:.40}, expected an object with {', '.join(parts)} in seconds")
     kernels = content.get("kernels", {})
     if not isinstance(kernels, dict):
-        problems.append("kernels is no object of signatures")
+        problems.append("kernels is not an object of signatures")
     else:
         table = cast("dict[str, object]", kernels)
         wrong = [name for name, numbers in table.items() if not _is_kernel(numbers)]
-        problems += [f"kernels[{wrong[0]!r}] is no list of seconds and bytes"] if wrong else []
+        problems += [f"kernels[{wrong[0]!r}] is not a list of seconds and bytes"] if wrong else []
     if problems:
         raise DeviceError(f"{source}: the description of the device {'; it '.join(problems)}.")
     read = {
@@ -273,7 +273,7 @@ def device_of(device: object) -> Device:
     if isinstance(device, Path) or (isinstance(device, str) and (device.endswith(".json") or _is_file(device))):
         return Device.load(device)
     if device is None:
-        raise DeviceError(f"on='meta' plans for a device that is not here, so it has to know which. {allowed}.")
+        raise DeviceError(f"on='meta' plans for another device: pass `device=`. {allowed}.")
     near = difflib.get_close_matches(str(device).lower(), _BUILT_IN, 1)
-    hint = f" Is {near[0]!r} meant?" if near else ""
-    raise DeviceError(f"device={device!r} is no device that is known here.{hint} {allowed}.")
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise DeviceError(f"device={device!r} is not a known device.{hint} {allowed}.")

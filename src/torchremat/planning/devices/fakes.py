@@ -102,10 +102,10 @@ class Fakes:
         """
         if tensor.requires_grad:
             raise UnsupportedError(
-                f"the step uses a tensor of shape {tuple(tensor.shape)} that requires grad and that belongs neither to "
-                "the model nor to what the step holds in plain sight (closure, defaults, arguments of a partial, "
-                "attributes, globals that its own code names). Let the step take it from one of these, so that it is "
-                "replaced and not written to."
+                f"the step uses a tensor of shape {tuple(tensor.shape)} that requires grad and that belongs neither "
+                "to the model nor to the objects that the step holds visibly (closure, defaults, arguments of a "
+                "partial, attributes, globals that its own code names). Let the step take it from one of these, so "
+                "that it is replaced and not written to."
             )
         return self.tensor(tensor)
 
@@ -275,9 +275,8 @@ class DescribedMachine:
         given = subject_of(step, model, optimizer, needs_model=True, needs_values=False)
         if any(map(has_compiled, (model, *given.models))):
             raise UnsupportedError(
-                "on='meta': modules of the model are compiled, and what compiled code allocates is known to nobody who "
-                "does not run it. Plan where the step can run, without on='meta', or plan the model before it is "
-                "compiled."
+                "on='meta': modules of the model are compiled, and what compiled code allocates is not known without "
+                "running it. Plan where the step can run, without on='meta', or plan the model before it is compiled."
             )
         check_bare(model)
         copied = self.fakes.module(model)
@@ -377,7 +376,7 @@ def torch_device(device: torch.device | str | Path | Device | None) -> torch.dev
     """
     if is_described(device):
         raise DeviceError(
-            f"device={device!r} is the description of a device, for which nothing is run: it needs on='meta' beside "
-            "it, which `plan`, `frontier` and `Planner` take."
+            f"device={device!r} describes a device to plan for without running, and that needs on='meta' in `plan`, "
+            "`frontier` or `Planner`."
         )
     return cast("torch.device | str | None", device)

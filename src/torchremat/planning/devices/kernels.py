@@ -132,9 +132,9 @@ def notice(device: Device, unknown: Mapping[str, int]) -> str:
     operators = ", ".join(f"{name} ({count} times)" for name, count in sorted(unknown.items()))
     described = "with these shapes" if device.kernels else "at all"
     return (
-        f"{device.name}: what kernels take beside tensors is not described {described} for {operators}, and is not "
-        "counted, so that a real peak may be higher. Describe the device with `Planner.save_device` where such a step "
-        "runs, or leave a margin."
+        f"{device.name}: the workspaces of kernels are not described {described} for {operators}, and not counted, "
+        "so the real peak may be higher. Describe the device with `Planner.save_device` where such a step runs, or "
+        "leave a margin."
     )
 
 

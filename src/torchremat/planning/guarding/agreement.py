@@ -30,7 +30,7 @@ def check_alone(model: nn.Module, group: ProcessGroup | None) -> None:
     """
     if not distributed.is_available() or not distributed.is_initialized():
         if group is not None:
-            raise UnsupportedError("group: torch.distributed is not initialized, so there is nobody to agree with.")
+            raise UnsupportedError("group: torch.distributed is not initialized, so there is no process to agree with.")
         return
     if distributed.get_world_size() == 1:
         return

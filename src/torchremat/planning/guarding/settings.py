@@ -42,16 +42,16 @@ class GuardSettings:
             UnsupportedError: Another setting is invalid, or `margin` came without `budget`.
         """
         if type(self.attempts) is not int or self.attempts < 1:
-            raise UnsupportedError(f"attempts={self.attempts!r}: an int of at least 1 is needed.")
+            raise UnsupportedError(f"attempts={self.attempts!r}: expected an int of at least 1.")
         if backward is not None and not callable(backward):
             raise UnsupportedError(
-                f"backward={backward!r}: a function is needed that takes what the step returned, or None for "
+                f"backward={backward!r}: expected a function that takes what the step returned, or None for "
                 "`loss.backward()`."
             )
         if self.budget is not None and plan is not None:
             raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
         if plan is not None and not isinstance(plan, Plan):
-            raise PlanError(f"plan={plan!r}: a Plan is needed, as `torchremat.plan` and `Plan.load` return it.")
+            raise PlanError(f"plan={plan!r}: expected a Plan, as `torchremat.plan` and `Plan.load` return it.")
         self._check_budget(model)
         for one in _named(self.guard):
             check_named(one)
@@ -62,12 +62,12 @@ class GuardSettings:
             check_budget(self.budget, device, margin=self.margin)
         elif margin_of(self.margin):
             raise UnsupportedError(
-                f"margin={self.margin!r} is a part of a budget, and none is given: what fits is found out by failing. "
-                "Give `budget` beside it, or make the plan with the margin, `torchremat.plan(..., margin=...)`."
+                f"margin={self.margin!r} needs a budget: without one, the guard finds out by failing what fits. Give "
+                "`budget` as well, or make the plan with the margin, `torchremat.plan(..., margin=...)`."
             )
 
 
 def _named(guard: object) -> Sequence[object]:
     if not isinstance(guard, Sequence) or isinstance(guard, str | bytes):
-        raise UnsupportedError(f"guard={guard!r}: a list of the objects is needed, such as [cache].")
+        raise UnsupportedError(f"guard={guard!r}: expected a list of the objects, such as [cache].")
     return cast("Sequence[object]", guard)

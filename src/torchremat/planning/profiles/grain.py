@@ -158,8 +158,8 @@ class _CallTree:
         self.roots = [index for index in trace.children(None) if trace.calls[index].grad]
         if not self.roots:
             raise StepError(
-                "the step calls no module of the model with grad mode on; is it given another model than the one it "
-                "uses?"
+                "the step calls no module of the model with grad mode on; does it use another model than the one "
+                "passed here?"
             )
         self.made: dict[int, list[int]] = {}
         for index, call in enumerate(trace.calls):

@@ -48,8 +48,8 @@ _NOISE = (
 )
 _KERNEL = re.compile(r"^(.+?) does not have a deterministic implementation")
 _NO_ROOM = (
-    "whether the modules of the model do in a recompute what they do in their forward was not tried, for want of "
-    "memory. `torchremat.verify` under the plan tells whether its gradients are exact."
+    "there was not enough memory to try whether the modules of the model do in a recompute what they do in their "
+    "forward. `torchremat.verify` under the plan tells whether its gradients are exact."
 )
 
 

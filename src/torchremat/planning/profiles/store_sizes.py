@@ -40,17 +40,17 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
         UnsupportedError: One is no store, or is lossy and that is not allowed.
     """
     if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
-        raise UnsupportedError(f"stores={stores!r}: a list of stores is needed, such as [torchremat.Disk()].")
+        raise UnsupportedError(f"stores={stores!r}: expected a list of stores, such as [torchremat.Disk()].")
     for place, store in enumerate(stores):
         if isinstance(store, type) or not callable(getattr(store, "put", None)):
             raise UnsupportedError(
-                f"stores[{place}]={store!r}: an object with a method `put` is needed, such as torchremat.Disk()."
+                f"stores[{place}]={store!r}: expected an object with a method `put`, such as torchremat.Disk()."
             )
         lossy = _lossy_in(store)
         if lossy is not None and not allow_lossy:
             raise UnsupportedError(
-                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would not be those of the plain "
-                "run. Say allow_lossy=True if that is wanted, or leave the codec out."
+                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would differ from the plain run. "
+                "Pass allow_lossy=True if you accept that, or leave the codec out."
             )
     return tuple(stores)
 

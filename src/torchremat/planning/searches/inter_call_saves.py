@@ -69,7 +69,7 @@ def inter_call_saves_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple
         leaves: The profile in which each call inside is a region, with the same boundary storages.
         inside: For each coarse unit the first and the last unit of the fine profile that it is or contains.
     """
-    saves = _Saves(blocks, leaves)
+    saves = _OwnSaves(blocks, leaves)
     entered, left, first, last = list[int](), list[int](), list[int](), [0]
     held, held_in = _held_after(blocks), _held_after(leaves)
     for unit, (begin, end) in enumerate(inside):
@@ -106,7 +106,7 @@ def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]
     return tuple(b - a for a, b in zip(before, after, strict=True))
 
 
-class _Saves:
+class _OwnSaves:
     """The storages that own code saves in a trace, each at its first save."""
 
     def __init__(self, blocks: Profile, leaves: Profile) -> None:

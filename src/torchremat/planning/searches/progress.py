@@ -45,7 +45,7 @@ def checked(observer: Observer | Literal[False] | None) -> Observer | None:
         return None
     if observer is not None and not callable(observer):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
         raise UnsupportedError(
-            f"progress={observer!r}: a function is needed that takes a Progress, or False for nobody. A bar is there "
-            "by itself in a terminal, beyond two seconds, if rich is installed: pip install 'torchremat[cli]'."
+            f"progress={observer!r}: expected a function that takes a Progress, or False for none. By default a "
+            "terminal shows a bar after two seconds, if rich is installed: pip install 'torchremat[cli]'."
         )
     return observer

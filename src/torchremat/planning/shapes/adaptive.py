@@ -101,19 +101,21 @@ class Adaptive(Generic[B]):
         **options: Unpack[SearchKeywords],
     ) -> None:
         if not callable(step):
-            raise StepError(f"step: it is called as `step(model, batch)`, and a {type(step).__name__} is no function.")
+            raise StepError(
+                f"step: expected a function that is called as `step(model, batch)`, got {type(step).__name__}."
+            )
         check_takes(step, "step(model, batch)", model, None)
         self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
         if relative_of(budget) is not None:
-            raise BudgetError(f"budget={budget!r} is another for each shape; give the budget in bytes.")
+            raise BudgetError(f"budget={budget!r} differs from shape to shape; give the budget in bytes.")
         checked = PlanOptions(**options)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
-            raise UnsupportedError(f"classes={classes!r}: an int of at least 1 is needed.")
+            raise UnsupportedError(f"classes={classes!r}: expected an int of at least 1.")
         if shape is not None and not callable(shape):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
             raise UnsupportedError(
-                f"shape={shape!r}: a function is needed that returns the sizes of a batch, or None for the sizes of "
+                f"shape={shape!r}: expected a function that returns the sizes of a batch, or None for the sizes of "
                 "all tensors in it."
             )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -295,7 +297,7 @@ class Adaptive(Generic[B]):
         return (
             f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
             f"({look.words}); it {what}. Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of "
-            f"which {format_bytes(chosen.fixed_bytes)} lie there before a step. Make the batch smaller, or split it "
+            f"which {format_bytes(chosen.fixed_bytes)} are live before a step. Make the batch smaller, or split it "
             "and call this once for each part."
         )
 
@@ -342,9 +344,9 @@ class Adaptive(Generic[B]):
             family.over_share = max(family.over_share, over_bytes / max(1, rise_bytes))
         if measured_bytes > self.budget_bytes and chosen.fits:
             said = (
-                f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the budget "
-                f"of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(predicted_bytes)} were "
-                "predicted. Its gradients are there. The plans for all shapes leave that much more free from now on."
+                f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the "
+                f"budget of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(predicted_bytes)} were "
+                "predicted. Its gradients are valid. The plans for all shapes leave that much more free from now on."
             )
             if self._over == "raise":
                 raise BudgetError(said)

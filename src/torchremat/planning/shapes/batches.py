@@ -156,7 +156,7 @@ def _is_whole(leaf: object) -> bool:
 def _given(shape: object) -> Shape:
     sizes = cast("tuple[object, ...]", shape) if isinstance(shape, tuple) else (shape,)
     if not sizes or any(type(size) is not int or size < 0 for size in sizes):
-        raise StepError(f"`shape` returned {shape!r}: a tuple of sizes is needed, ints of at least 0.")
+        raise StepError(f"`shape` returned {shape!r}: expected a tuple of sizes, ints of at least 0.")
     return cast("Shape", sizes)
 
 

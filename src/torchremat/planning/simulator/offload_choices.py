@@ -134,7 +134,7 @@ class Speed:
             f"{1e6 * out.tensor_s:.0f} us a tensor and {2**30 * out.byte_s:.2f} s a GiB out, "
             f"{1e6 * back.tensor_s:.0f} us and {2**30 * back.byte_s:.2f} s back; of these "
             f"{1e6 * out.busy_tensor_s:.0f} us, {2**30 * out.busy_byte_s:.2f} s, {1e6 * back.busy_tensor_s:.0f} us, "
-            f"{2**30 * back.busy_byte_s:.2f} s even if nobody waits; measured here with "
+            f"{2**30 * back.busy_byte_s:.2f} s even if nothing waits; measured here with "
             f"{format_bytes(self.measured_bytes)}, +-{100 * self.spread:.0f}%"
         )
 

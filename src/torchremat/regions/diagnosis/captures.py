@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchremat._compat.compiled_code import is_compiled
 from torchremat.regions.calls import Call
 from torchremat.state.code import function_of
-from torchremat.state.naming import walk
+from torchremat.state.naming import named_objects
 
 _MOST = 2_000  # described values; more would not help a reader
 _PLAIN = (bool, int, float, str, type(None))
@@ -46,7 +46,7 @@ class Reach:
         self._generators: dict[str, torch.Generator] = {}
         self._state: dict[str, str] = {}
         for call in self._calls:
-            for name, value in walk(function_of(call.body), call.template or ((), {}), self._label):
+            for name, value in named_objects(function_of(call.body), call.template or ((), {}), self._label):
                 if is_compiled(value):
                     self.compiled.append(name or type(value).__name__)
                 if isinstance(value, nn.Module) and id(value) not in self.names:
@@ -82,7 +82,7 @@ class Reach:
     def _described(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for call in self._calls:
-            for name, value in walk(function_of(call.body), call.template or ((), {}), self._label):
+            for name, value in named_objects(function_of(call.body), call.template or ((), {}), self._label):
                 if len(found) >= _MOST:
                     return found
                 if isinstance(value, _PLAIN):

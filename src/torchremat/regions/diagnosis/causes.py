@@ -229,8 +229,8 @@ def _branch(
     if reads:
         last = reads[-1]
         yield Cause(
-            f"a branch on data: {last.name} at {last.source} reads a value into Python before the difference, and the "
-            "value is another now",
+            f"a branch on data: {last.name} at {last.source} reads a value into Python before the difference, and "
+            "the value differs now",
             "Find what changed it (a write through `.data`, a random draw, a kernel that is not deterministic), or "
             "decide before the region and pass the decision.",
         )

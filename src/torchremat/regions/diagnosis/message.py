@@ -27,9 +27,9 @@ _CONTEXT = 3  # operators of a log that are shown before the logs part
 _SHOWN = 12  # and after
 _COMPARED = 200  # saved tensors that are aligned after the first difference
 _UNKNOWN = (
-    "Likely cause: not found. What the function reads and a region cannot see was other in the recompute: an iterator "
-    "that has moved on, an attribute of a Python module, a file, the time. Read it before the region and pass it as an "
-    "argument, or change it after backward."
+    "Likely cause: not found. Something that the function reads and a region cannot see was different in the "
+    "recompute: an iterator that has moved on, an attribute of a Python module, a file, the time. Read it before the "
+    "region and pass it as an argument, or change it after backward."
 )
 _NO_DEBUG = "To see the operators of both runs, pass `debug=True`."
 _HEADER = (

@@ -63,7 +63,7 @@ class _RerunThread(threading.local):
 _here = _RerunThread()
 
 
-class _Source(NamedTuple):
+class _RandomSource(NamedTuple):
     """A source of random numbers."""
 
     name: str
@@ -93,8 +93,8 @@ def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         raise UnsupportedError("it was found while another region ran again for its message")
     reach = Reach(recording.calls, recording.label)
     reach.look()
-    found = Rerun(_Log(reach.names), reach)
-    cast("_Log", found.log).found = found
+    found = Rerun(_RerunLog(reach.names), reach)
+    cast("_RerunLog", found.log).found = found
     with ExitStack() as stack:
         stack.enter_context(_put_back(found))
         for module in {inner for outer in flipped for inner in outer.modules()}:
@@ -113,7 +113,7 @@ def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
     return found
 
 
-class _Log(OperatorLog):
+class _RerunLog(OperatorLog):
     """The operators of a rerun; also records the modules that run, with a hook of its own."""
 
     found: Rerun
@@ -169,15 +169,15 @@ def _called(found: Rerun) -> Generator[None]:
         handle.remove()
 
 
-def _sources(reach: Reach) -> list[_Source]:
-    sources = [_Source(PYTHON, random.getstate, random.setstate)]
+def _sources(reach: Reach) -> list[_RandomSource]:
+    sources = [_RandomSource(PYTHON, random.getstate, random.setstate)]
     numpy_random = cast("Any", sys.modules.get("numpy.random"))
     if numpy_random is not None:
-        sources.append(_Source(NUMPY, numpy_random.get_state, numpy_random.set_state))
+        sources.append(_RandomSource(NUMPY, numpy_random.get_state, numpy_random.set_state))
     named = [(f"the generator `{name}`", one) for name, one in reach.generators().items()]
     devices = [torch.device("cpu"), *devices_in_use()]
     for name, one in [*named, *((f"{DEFAULT}{device}", device) for device in devices)]:
-        sources.append(_Source(name, _reader(one), _writer(one)))
+        sources.append(_RandomSource(name, _reader(one), _writer(one)))
     return sources
 
 
