@@ -16,16 +16,9 @@ from functools import partial
 from itertools import groupby
 from weakref import WeakKeyDictionary, ref
 
-from torchremat.measuring.tracker import address_of
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.watching import UnitObserver
-from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
-from torchremat.planning.simulator.simulator import MemorySimulator
-from torchremat.regions.runs import RegionPlace
-from torchremat.regions.settings import Settings
-from torchremat.regions.threads import thread
-from torchremat.schedules.chain import KeepNode
-from torchremat.tensors.held import holding
+from probes.memory import address_of
+from probes.planning import KeepNode, Live, MemorySimulator, ProgramPoint, RanForward, UnitObserver, calls_of, installed
+from probes.regions import RegionPlace, Settings, holding, thread
 
 
 def executed(run, model, profile, tree):

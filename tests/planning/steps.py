@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from torchremat.measuring.runs import run_counted, run_traced, subject_of
-from torchremat.measuring.step import run_backward
-from torchremat.planning.descriptions import held_of
-from torchremat.planning.devices.machines import Here
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.planning.searches.solving import fitted
-from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.memory import run_backward, run_counted, run_traced, subject_of
+from probes.planning import (
+    Here,
+    KeepNode,
+    RegionNode,
+    calls_of,
+    divisible,
+    fitted,
+    held_of,
+    installed,
+    mixed,
+    profile_subject,
+)
+from probes.regions import Settings
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,8 @@ from torch import nn
 
 from planning.kinds import KINDS
 from planning.steps import differences, outcome, profile, traced_peak
+from probes.planning import ProfilePair, Search, SearchBudget, UnitCosts
 from torchremat import Planner, TorchrematError
-from torchremat.planning.profiles.profiling import ProfilePair
-from torchremat.planning.profiles.reading import UnitCosts
-from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.solving import Search
 
 SIZES = (
     "inside_bytes",

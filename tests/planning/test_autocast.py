@@ -21,10 +21,8 @@ from planning.steps import (
     traced_peak,
     under,
 )
+from probes.planning import KeepNode, options_of, predict
 from torchremat import Planner, verify
-from torchremat.planning.searches.options import options_of
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode
 
 
 def autocast(step):

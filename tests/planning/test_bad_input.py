@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity
 from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
+from probes.memory import set_version, writing
 from torchremat import (
     Adaptive,
     BudgetError,
@@ -31,7 +32,6 @@ from torchremat import (
     verify,
     wrap,
 )
-from torchremat.measuring.bindings import set_version
 from torchremat.pipeline import attach, plan_stages
 
 
@@ -431,7 +431,7 @@ def test_an_interrupt_while_the_optimizer_is_put_back_waits(monkeypatch):
         signal.raise_signal(signal.SIGINT)
         set_version(*args)
 
-    monkeypatch.setattr("torchremat.measuring.untouched.set_version", interrupted)
+    monkeypatch.setattr(writing, "set_version", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         plan(model, step, budget="100%", optimizer=optimizer)

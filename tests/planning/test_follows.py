@@ -9,7 +9,7 @@ from torch import nn
 from planning.following import executed, first_difference, simulated
 from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, square
 from planning.steps import mixtures, random_tree, text
-from torchremat.measuring.step import run_backward
+from probes.memory import run_backward
 
 PARTS = {
     "linear": linear,

@@ -15,9 +15,8 @@ from planning.optimizer_kinds import (
     late_lookahead,
     plain,
 )
-from torchremat import Adaptive, StepError, UnsupportedError, fit, frontier, measure, plan, verify
-from torchremat.measuring.optimizers import with_wrapped
-from torchremat.planning.planner import Planner
+from probes.memory import with_wrapped
+from torchremat import Adaptive, Planner, StepError, UnsupportedError, fit, frontier, measure, plan, verify
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 

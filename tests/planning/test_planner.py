@@ -12,8 +12,8 @@ from torch import nn
 import models
 from planning.kinds import KINDS, Loop, inputs, square
 from planning.steps import CPU, differences, fingerprint, outcome, recomputed_flops, traced_peak
+from probes.memory import record_allocations
 from torchremat import BudgetError, Planner, StepError, UnsupportedError, plan
-from torchremat.measuring.allocator import record_allocations
 
 
 def gpt():

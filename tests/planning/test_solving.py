@@ -11,10 +11,7 @@ from torch.nn import functional as F
 import models
 from planning.kinds import KINDS, inputs, linear, square
 from planning.steps import blocks, profile, text, traced_peak, under
-from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.solving import Search, Solver, fitted
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.planning import KeepNode, RegionNode, Search, SearchBudget, Solver, fitted, predict
 
 
 @cache

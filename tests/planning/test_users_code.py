@@ -10,10 +10,9 @@ from torch import nn
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
+from probes.planning import calls_of, divisible, installed, mixed
+from probes.regions import Settings
 from torchremat import OrderWarning, Planner, StepError, UnsupportedError, plan, verify
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.regions.settings import Settings
 
 
 class Through(nn.Module):

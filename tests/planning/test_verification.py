@@ -11,8 +11,8 @@ import models
 from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops
+from probes.planning import KeepNode, RegionNode
 from torchremat import Disk, Host, Planner, StepError, plan, verify, wrap
-from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def gpt(**options):

@@ -12,10 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
 from logs import Hidden, Log
+from probes.regions import Region, Slot
 from regions.comparing import Counted, Twice, leaf
 from torchremat import CheckpointError, MutationError, UnsupportedError, checkpoint, checkpointed, session
-from torchremat.regions.region import Region
-from torchremat.regions.slots import Slot
 
 pytestmark = compiled.MARKS
 

@@ -14,11 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from probes.regions import dispatch_modes, thread, top_saved_tensor_hooks
 from regions.programs import BACKWARD, FILLS_LATER, differences, outcome, programs
-from torchremat._compat.autograd import top_saved_tensor_hooks
-from torchremat._compat.modes import dispatch_modes
 from torchremat.errors import MutationError
-from torchremat.regions.threads import thread
 
 _LONG = int(os.environ.get("TORCHREMAT_FUZZ", "0"))
 _PROFILE = settings(

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch._higher_order_ops.scan import scan
 
+from probes.regions import EagerMode, save_ordinals
 from regions.comparing import Counted, leaf, same
 from torchremat import checkpoint, checkpointed, measure, plan, saved, verify
-from torchremat._compat.modes import EagerMode
 from torchremat.policies import save_attention, save_matmuls
-from torchremat.policies.ordinals import save_ordinals
 
 # Torch's own: dynamo asks each input for its gradient, and imports what is deprecated.
 pytestmark = [

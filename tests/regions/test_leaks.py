@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from logs import Hidden
 from planning.steps import each
+from probes.regions import Call, Region, RegionRecompute, Slot, open_sessions, thread, top_saved_tensor_hooks
 from torchremat import (
     CheckpointError,
     Pipe,
+    Session,
     checkpoint,
     checkpointed,
     frozen,
@@ -27,16 +29,9 @@ from torchremat import (
     verify,
     wrap,
 )
-from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.pipeline import plan_stages
 from torchremat.pipeline.balance import balance_by_size
-from torchremat.regions.calls import Call
-from torchremat.regions.recompute import RegionRecompute
-from torchremat.regions.region import Region
-from torchremat.regions.sessions import Session, open_sessions
-from torchremat.regions.slots import Slot
-from torchremat.regions.threads import thread
 
 OURS = (Region, Slot, Session, Call, RegionRecompute)
 

@@ -11,11 +11,10 @@ from torch import multiprocessing, nn
 
 import zoo
 from logs import Log
+from probes.regions import is_wrapped, matching
 from regions.comparing import Counted, equal, live_regions, result
 from regions.distributed import Block, net, train
 from torchremat import UnsupportedError, WrapError, unwrap, wrap
-from torchremat.regions.patches import is_wrapped
-from torchremat.regions.wrapping import matching
 
 
 def trains_as_plain(wrapped, plain):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.inline import cells_inline
+from probes.memory import record_allocations
 from stages.blocks import Block, Pop, Stash
 from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError, UnsupportedError
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, StagePlans, plan_stages
 
 WIDTH, CHUNKS = 16, 4

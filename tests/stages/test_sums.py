@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.inline import cells_inline
+from probes.memory import record_allocations
 from stages.blocks import Block
 from torchremat import Pipe
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner
 
 CPU = torch.device("cpu")

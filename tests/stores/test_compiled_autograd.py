@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
 from logs import Log
+from probes.stores import Stored
 from torchremat import Compressed, Disk, Host, Keep, MutationError, UnsupportedError, checkpoint, offload
-from torchremat.stores.stored import Stored
 
 pytestmark = compiled.MARKS
 

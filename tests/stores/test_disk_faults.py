@@ -15,10 +15,10 @@ from weakref import ref
 import pytest
 import torch
 
+from probes.stores import patience
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
-from torchremat.stores import patience
 
 
 @pytest.fixture
