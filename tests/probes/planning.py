@@ -38,7 +38,9 @@ from torchremat.planning.searches.solving import Search, Solver, fitted
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
+from torchremat.planning.simulator.ahead import recomputed_ahead
 from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
+from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
