@@ -178,8 +178,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "has_stepped"),
+    [("without state", False), *((name, has) for name in ("with state", "with temporaries") for has in (False, True))],
+)
 def test_the_optimizer_counts(name, has_stepped):
     pipe = made(stages=1)
     optimizer = OPTIMIZERS[name](pipe.parameters())
