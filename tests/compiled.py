@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from torchremat.measuring.allocator import record_allocations
+from probes.memory import record_allocations
 
 FAST = ["eager", "aot_eager"]
 # The one that Inductor looks for, also where it only writes programs: it asks it what the processor can do.

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from torchremat.measuring.heap import heap_set_aside
+from probes.memory import heap_set_aside
 from versions import NEEDS_SAVED_TENSORS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import torchremat
+from probes.memory import accelerators
+from probes.regions import calls
 from torchremat import Pipe, UnsupportedError
-from torchremat._compat.accelerators import accelerator_of
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def on_a_mac(monkeypatch):
     """A machine whose accelerator is MPS, and a program that computes on its CPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
-    monkeypatch.setattr("torchremat.regions.calls._ACCELERATED", True)
+    monkeypatch.setattr(calls, "_ACCELERATED", True)
 
 
 @pytest.mark.usefixtures("on_a_mac")
@@ -32,4 +33,4 @@ def test_a_device_that_nobody_uses_is_asked_for_nothing():
 
 def test_what_a_kind_lacks_is_said_by_name():
     with pytest.raises(UnsupportedError, match="memory is counted on cpu and cuda, not on mps"):
-        accelerator_of(torch.device("mps")).counters(torch.device("mps"))
+        accelerators.accelerator_of(torch.device("mps")).counters(torch.device("mps"))

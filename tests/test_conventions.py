@@ -251,6 +251,59 @@ def test_a_class_name_means_one_class():
     assert {name for name, times in names.items() if times > 1} - RECORDED == TWICE
 
 
+# What users import. To a test all else is private: tests/probes has it for the others, so that when something moves in
+# the house, that is the only place which has to know.
+OPEN = {"torchremat", "torchremat.extend", "torchremat.errors", "torchremat.policies"}
+OPEN |= {f"torchremat.pipeline{name}" for name in ("", ".balance", ".batchnorm", ".skip", ".timeline")}
+OPEN |= {f"torchremat.interop.{name}" for name in ("accelerate", "lightning", "torch_checkpoint", "transformers")}
+OPEN |= {f"torchremat.interop.torchgpipe{name}" for name in ("", ".balance", ".skip")}
+OPEN |= {"torchremat.reports.bars", "torchremat.reports.plots"}
+
+
+def private_modules(path):
+    """The private modules that a file of tests imports, or names where it puts something else into them."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {target for node in nodes for target in imported("torchremat", node)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+            named = getattr(node.args[0], "value", None)
+            found |= {named.rpartition(".")[0]} if isinstance(named, str) and named.startswith("torchremat.") else set()
+    return found - OPEN
+
+
+def test_what_is_open_to_users_is_documented():
+    pages = "".join(text for path, text in texts(".md").items() if path.startswith("docs"))
+
+    assert [name for name in OPEN if name.removeprefix("torchremat.interop.") not in pages] == []
+
+
+def test_at_most_a_third_of_the_test_files_know_private_modules():
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    know = [str(path.relative_to(ROOT)) for path in files if private_modules(path)]
+
+    assert 3 * len(know) <= len(files), f"{len(know)} of {len(files)}; tests/probes may have what they need"
+
+
+def test_each_probe_is_used():
+    probes = {path: ast.parse(path.read_text()).body for path in (ROOT / "tests" / "probes").glob("*.py")}
+    offered = {
+        (f"probes.{path.stem}", alias.asname or alias.name)
+        for path, body in probes.items()
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    used = {
+        (node.module, alias.name)
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert offered - used == set()
+
+
 def test_errors_are_drawn():
     drawn = re.findall(r"^ +(?:[├└]── )?(\w+) +\((\w+)\)", errors.__doc__, re.MULTILINE)
     classes = [

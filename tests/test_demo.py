@@ -1,5 +1,10 @@
 """The demo in its tiny mode, and that it fails loudly."""
 
+import contextlib
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import pytest
 
 import demo
@@ -8,28 +13,50 @@ import torchremat
 NAMES = ["plan-30.json", "plan-50.json", "plan-75.json", "plan-smallest.json"]
 
 
-def test_it_ends_well_and_writes_its_files(tmp_path, capsys):
-    assert demo.main(["--smoke", "--out", str(tmp_path)]) == 0
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run of the demo: its exit code, what it printed, the folder of its files, and what it trained."""
 
-    printed = capsys.readouterr().out
-    assert "FAILED" not in printed and "bit-identical" in printed
-    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == NAMES
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    code: int
+    printed: str
+    out: Path
+    runs: list[demo.Run]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    out, printed, runs, train = tmp_path_factory.mktemp("demo"), io.StringIO(), [], demo.train_and_measure
+
+    def noted(*arguments):
+        runs.extend(train(*arguments))
+        return runs
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(demo, "train_and_measure", noted)
+        code = demo.main(["--smoke", "--out", str(out)])
+    return Ended(code=code, printed=printed.getvalue(), out=out, runs=runs)
+
+
+def test_it_ends_well_and_writes_its_files(ended):
+    assert ended.code == 0
+    assert "FAILED" not in ended.printed and "bit-identical" in ended.printed
+    assert [path.name for path in sorted(ended.out.glob("*.json"))] == NAMES
+    assert (ended.out / "memory.png").stat().st_size > 10_000
     for share in (75, 50, 30):
-        assert torchremat.Plan.load(tmp_path / f"plan-{share}.json").budget == f"{share}%"
+        assert torchremat.Plan.load(ended.out / f"plan-{share}.json").budget == f"{share}%"
 
 
-def test_a_wrong_bit_is_found_and_said(tmp_path, capsys, monkeypatch):
-    finish = demo.Run.finish
+def test_a_wrong_bit_is_found_and_said(ended, tmp_path, capsys, monkeypatch):
+    def damaged(run):
+        first, second, *losses = run.losses
+        parameters = [run.parameters[0] + 1e-3, *run.parameters[1:]]
+        peak_bytes = 2 * run.plan.budget_bytes
+        return replace(
+            run, losses=[first, second + 1e-6, *losses], parameters=parameters, optimizer_peak_bytes=peak_bytes
+        )
 
-    def damaged(run, rows):
-        finish(run, rows)
-        if run.name == "50%":
-            run.losses[1] = run.losses[1] + 1e-6
-            run.parameters[0][0, 0] += 1e-3
-            run.optimizer_peak_bytes = 2 * run.plan.budget_bytes
-
-    monkeypatch.setattr(demo.Run, "finish", damaged)
+    runs = [damaged(run) if run.name == "50%" else run for run in ended.runs]
+    monkeypatch.setattr(demo, "train_and_measure", lambda *_: runs)
     assert demo.main(["--smoke", "--out", str(tmp_path)]) == 1
 
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Cases of a millisecond, run in turn by one test: pytest takes longer than that for a test of its own."""
+"""Fewer tests for as much: cases of a millisecond that one test runs in turn, and pairs in the place of all pairs."""
 
 import functools
 import inspect
@@ -9,7 +9,8 @@ import torch
 def in_turn(name, values):
     """As `pytest.mark.parametrize`, in one test that ends with the first case that fails, and says which it was.
 
-    Fixtures are the test's, and shared by its cases; each begins with the seed that a test begins with.
+    pytest takes longer than a millisecond for a test of its own. Fixtures are the test's, and shared by its cases; each
+    begins with the seed that a test begins with.
     """
     values = list(values)
 
@@ -32,3 +33,14 @@ def in_turn(name, values):
 
     assert values
     return decorate
+
+
+def meetings(these, those, *, each):
+    """Return pairs in which each of `these` meets that many of `those`, and each of those about as many of these.
+
+    For two lists of kinds whose code does not know the other's kind: what fails for a pair fails for another one too.
+    """
+    these, those = list(these), list(those)
+    return [
+        (one, those[(each * number + turn) % len(those)]) for number, one in enumerate(these) for turn in range(each)
+    ]

@@ -107,8 +107,7 @@ def test_a_global_generator():
 
 
 def test_a_generator_with_which_nobody_draws_is_not_kept():
-    from torchremat.regions.region import Region
-    from torchremat.regions.settings import Settings
+    from probes.regions import Region, Settings
 
     region = Region(Settings())
     generator = torch.Generator()

@@ -184,8 +184,7 @@ def test_registering_twice_and_what_is_not_registered():
 
 
 def test_nothing_is_captured_if_nothing_is_registered():
-    from torchremat.regions.region import Region
-    from torchremat.regions.settings import Settings
+    from probes.regions import Region, Settings
 
     region = Region(Settings())
     region.call(torch.exp, (leaf(3),), {}, [])

@@ -1,5 +1,4 @@
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,27 +12,12 @@ TESTS = Path(__file__).parents[1]
 REASON = emulator.why_not()
 
 needs_it = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-outside = pytest.mark.skipif(emulator.is_installed(), reason="the tests of the device run in this process")
 
 
 def run(*arguments, **environment):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])} | environment
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
-
-
-@outside
-@needs_it
-def test_the_tests_of_the_device_pass_on_it():
-    here = Path(__file__)
-
-    ended = run(
-        *("-m", "pytest", "-q", "-p", "emulator.plugin", "-p", "no:cacheprovider"),
-        *(f"--ignore={here}", f"--ignore={here.parent / 'test_benchmark.py'}", str(here.parent)),
-    )
-
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= 60
 
 
 @needs_it

@@ -15,15 +15,12 @@ from torch import nn
 
 import emulator
 import torchremat
+from probes.memory import Subject, accelerators
+from probes.pipelines import copying
+from probes.regions import Now
+from probes.stores import ByteSpan, PinnedBlock, transfers
 from torchremat import Host, Pipe, checkpointed
-from torchremat._compat import accelerators
-from torchremat.measuring.runs import Subject
-from torchremat.pipeline import copying
 from torchremat.policies import save_matmuls
-from torchremat.regions.threads import Now
-from torchremat.stores import transfers
-from torchremat.stores.pieces import ByteSpan
-from torchremat.stores.pinned import PinnedBlock
 
 DEVICE = torch.device("cuda", 0)
 SIZE = 1 << 18

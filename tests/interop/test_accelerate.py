@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import torchremat
 from interop.trainers import layers, recomputes_of
-from torchremat.regions.patches import forward_under
+from probes.regions import forward_under
 
 prepare, within_budget = torchremat.interop.accelerate.prepare, torchremat.interop.accelerate.within_budget
 

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from logs import Count
+from probes.regions import forward_under, is_rehearsing
 from torchremat import is_recomputing
-from torchremat.regions.patches import forward_under
-from torchremat.regions.rehearsals import is_rehearsing
 
 LOGGED = {"memory_budget_bytes", "memory_predicted_bytes", "memory_measured_bytes", "memory_slowdown"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat.measuring.untouched import untouched
+from probes.memory import untouched
 
 
 class Frozen(OrderedDict):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from policies.counting import Counted
-from torchremat.measuring.flops import FlopCounter, formula_of
+from probes.memory import FlopCounter, formula_of
 
 
 class Mixed(nn.Module):

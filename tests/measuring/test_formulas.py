@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from probes.memory import FlopCounter, formula_of
 from torchremat import Planner
-from torchremat.measuring.flops import FlopCounter, formula_of
 
 ATEN = torch.ops.aten
 

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import torchremat
 from models import gpt_step
+from probes.memory import StorageTracker
 from torchremat import PolicyError, UnsupportedError, checkpoint, saved
-from torchremat.measuring.tracker import StorageTracker
 from torchremat.policies import everything_saved, save_attention, save_larger_than, save_matmuls, save_only_these_names
 
 ROWS, WIDTH = 4, 8

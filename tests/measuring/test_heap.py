@@ -5,8 +5,7 @@ from weakref import ref
 
 import pytest
 
-from torchremat.measuring import heap
-from torchremat.measuring.heap import heap_set_aside
+from probes.memory import heap, heap_set_aside
 
 
 class Knot:

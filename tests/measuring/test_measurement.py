@@ -13,10 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from logs import Log
+from probes.memory import profiler_is_active
+from torchremat import measure, wrap
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.measuring.measurement import measure
-from torchremat.measuring.profiled import profiler_is_active
-from torchremat.regions.wrapping import wrap
 
 MIB = 2**20
 

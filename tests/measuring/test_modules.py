@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchremat.measuring.modules import module_stack
+from probes.memory import module_stack
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchremat.measuring.storages import StorageNumbers
+from probes.memory import StorageNumbers
 
 
 def test_views_have_the_number_of_their_storage():

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 import torchremat
-from torchremat import Adaptive, StepError, fit, frontier, guard, measure, plan, saved, verify
+from probes.memory import without_our_frames
+from torchremat import Adaptive, Planner, StepError, fit, frontier, guard, measure, plan, saved, verify
 from torchremat.errors import bug
 from torchremat.frames import OURS
-from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.planning.planner import Planner
 
 
 class Block(nn.Module):

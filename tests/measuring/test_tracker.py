@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.tracker import StorageTracker
+from probes.memory import StorageTracker, record_allocations
 
 CPU = torch.device("cpu")
 MIB = 2**20

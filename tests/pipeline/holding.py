@@ -12,9 +12,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from probes.memory import address_of
+from probes.pipelines import copying
 from torchremat.extend import only_watches
-from torchremat.measuring.tracker import address_of
-from torchremat.pipeline import copying
 
 
 class _Running(threading.local):

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from torchremat.pipeline import workers
+from probes.pipelines import workers
 
 
 class Inline:

@@ -1,8 +1,7 @@
 """Events and timelines in few words."""
 
-from torchremat.pipeline.events import PipelineEvent
+from probes.pipelines import PipelineEvent, parse
 from torchremat.pipeline.timeline import Timeline
-from torchremat.schedules.pipelines import parse
 
 
 def event(word, start_s, end_s):

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import unet
-from torchremat import Host, offload
+from torchremat import Host, Pipe, offload
 from torchremat.pipeline import plan_stages
-from torchremat.pipeline.pipe import Pipe
 
 pytestmark = pytest.mark.gpu
 

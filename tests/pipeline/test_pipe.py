@@ -17,10 +17,9 @@ from torch import Tensor, nn
 import torchremat
 from logs import Count, Log
 from pipeline.layered import Noted, equal, gradients, layers, plainly
+from probes.pipelines import CpuStream, copying
+from probes.regions import current_graph_task
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
-from torchremat._compat.autograd import current_graph_task
-from torchremat.pipeline import copying
-from torchremat.pipeline.streams import CpuStream
 
 CPUS = ["cpu"] * 8
 MODES = ["always", "except_last", "never"]
@@ -98,7 +97,7 @@ def test_a_recompute_does_not_wait_for_the_gradient(monkeypatch):
     module = nn.Sequential(Noted("0", log), Noted("1", log))
     pipe = Pipe(module, [1, 1], devices=CPUS, checkpoint="always")
     loss = pipe(torch.rand(2, 4).requires_grad_()).sum()
-    monkeypatch.setattr("torchremat.pipeline.copying.wait_stream", lambda waiting, awaited: log.append("W"))
+    monkeypatch.setattr(copying, "wait_stream", lambda waiting, awaited: log.append("W"))
 
     loss.backward()
 

@@ -9,10 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchremat
 from logs import Log
+from probes.pipelines import precede
+from probes.regions import Region, Settings
 from torchremat.errors import MutationError
-from torchremat.pipeline.preceding import precede
-from torchremat.regions.region import Region
-from torchremat.regions.settings import Settings
 
 
 class Step(torch.autograd.Function):

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.making import timeline
+from probes.pipelines import costs_of, equal_costs, gpipe, one_forward_one_backward, parse, predict, recomputing, text
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.prediction import costs_of, predict
-from torchremat.schedules.pipelines import gpipe, one_forward_one_backward, parse, recomputing, text
-from torchremat.schedules.simulation import equal_costs
 
 
 def test_costs_are_medians_of_what_is_an_event_s_own():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.making import timeline
+from probes.pipelines import PipelineEvent, pieces
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.events import PipelineEvent, pieces
 from torchremat.pipeline.timeline import Timeline, merge
 
 

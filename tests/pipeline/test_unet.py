@@ -9,7 +9,7 @@ import torchremat
 import unet
 from logs import Log
 from pipeline.holding import StageBytes, own_memory
-from torchremat.pipeline.pipe import Pipe
+from torchremat import Pipe
 
 MODES = ["never", "always", "except_last"]
 # Stage 0 stashes both skips and stage 3 pops them: 2 x (2 convs, stash), a pool between | pool, conv | conv, grow |

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import torchremat
-from torchremat.pipeline.workers import spawn_workers
-from torchremat.regions.sessions import active_session
+from probes.pipelines import spawn_workers
+from probes.regions import active_session
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

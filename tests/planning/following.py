@@ -6,40 +6,61 @@
     run 3                    unit 3 runs in it to its end; `run 3, cut` up to the last save that is needed
     backward 3               all that unit 3 has saved is there, and autograd asks for it
     drop 3                   and has it no longer
+    put 7                    a store is given a storage of a kept unit
+    settle 7                 it has read it, and the memory is let go
+    begin 7                  it is to bring it back soon
+    bring 7                  it brings it back
 
 Storages are numbered as in the trace. Of the regions inside of others the executor says what waits in their slots.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from types import MappingProxyType
 from weakref import WeakKeyDictionary, ref
 
-from torchremat.measuring.tracker import address_of
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.watching import UnitObserver
-from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
-from torchremat.planning.simulator.simulator import MemorySimulator
-from torchremat.regions.runs import RegionPlace
-from torchremat.regions.settings import Settings
-from torchremat.regions.threads import thread
-from torchremat.schedules.chain import KeepNode
-from torchremat.tensors.held import holding
+from probes.memory import address_of
+from probes.planning import (
+    KeepNode,
+    Live,
+    MemorySimulator,
+    OffloadedBytes,
+    OffloadSchedule,
+    ProgramPoint,
+    RanForward,
+    UnitObserver,
+    calls_of,
+    held_of,
+    installed,
+    recomputed_ahead,
+)
+from probes.regions import RegionPlace, Settings, holding, thread
 
 
-def executed(run, model, profile, tree):
-    """The events of a real step."""
+def executed(run, model, profile, tree, transfers=None):
+    """The events of a real step, in which the units of `transfers` go to a store."""
     observer = Following(profile.units)
-    with installed(model, calls_of(profile.units), tree, Settings(observer=observer)):
+    store = Telling(observer)
+    schedule = OffloadSchedule((store,), transfers, store.sees) if transfers else None
+    with installed(
+        model,
+        calls_of(profile.units),
+        tree,
+        Settings(observer=observer),
+        held_of(profile, tree),
+        offload_schedule=schedule,
+    ):
         run()
     return observer.events
 
 
-def simulated(profile, tree):
-    """The events that the simulator tells."""
-    simulator = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree)
-    for state in simulator:
+def simulated(profile, tree, offloads=MappingProxyType({}), *, ahead=False):
+    """The events that the simulator tells; `ahead` for one whose regions are recomputed before the gradient comes."""
+    simulator = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads)
+    steps = (simulator.forward(), recomputed_ahead(simulator), simulator.backward()) if ahead else (simulator,)
+    for state in chain.from_iterable(steps):
         simulator.comes_to(state)
     return simulator.events
 
@@ -91,13 +112,23 @@ class Told(MemorySimulator):
         self.again = set()  # units of which all that was saved has been recomputed
         # By nested region and storage that it would have let go of by now, the units inside that have saved it as well.
         self.staying = {}
+        self.original = {}
+        self.offloaded = ToldOffloads(self, self.offloaded._offloads)
 
     def name(self, region):
         return named(region, self.depth[id(region)])
 
+    def remake(self, unit, anew, kept=()):
+        super().remake(unit, anew, kept)
+        self.original.update({again: storage for storage, again in anew.items()})
+
+    def numbers(self, storages):
+        """The numbers of storages in the trace: what is recomputed ahead has numbers of its own."""
+        return [self.original.get(storage, storage) for storage in storages]
+
     def hold_for(self, region, unit, storages):
         if storages:
-            self.events.append(told("hold", f"{self.name(region)} at {unit}", storages))
+            self.events.append(told("hold", f"{self.name(region)} at {unit}", self.numbers(storages)))
             self.holding.setdefault(self.name(region), set()).update(storages)
         super().hold_for(region, unit, storages)
 
@@ -120,7 +151,7 @@ class Told(MemorySimulator):
 
     def told_gone(self, region, gone):
         if gone:
-            self.events.append(told("release", self.name(region), gone))
+            self.events.append(told("release", self.name(region), self.numbers(gone)))
             self.holding[self.name(region)] -= gone
 
     def lose_graphs(self, time):
@@ -152,7 +183,89 @@ class Told(MemorySimulator):
         super().drop(unit, again=again)
 
 
+class ToldOffloads(OffloadedBytes):
+    """Tells of each storage that goes to a store and comes back."""
+
+    def __init__(self, simulator, offloads):
+        super().__init__(simulator, offloads)
+        self.settled = set()
+
+    def told(self, verb, unit, parcels):
+        saved = self._simulator.units.saved(unit)
+        self._simulator.events += [f"{verb} {saved[parcel.place]}" for parcel in parcels]
+
+    def parcels(self, unit):
+        return self._offloads[unit].offload_size.parcels
+
+    def _store(self, unit):
+        self.told("put", unit, [one for one in self.parcels(unit) if one.storage is None or not self._put[one.storage]])
+        return super()._store(unit)
+
+    def left(self, unit):
+        yield from super().left(unit)
+        for leaving in self._leaving.get(unit, ()):
+            first = [one for one in self.parcels(leaving) if one.storage is None or one.storage not in self.settled]
+            self.settled.update(one.storage for one in first)
+            self.told("settle", leaving, first)
+
+    def _away(self, unit):
+        leaving = self._offloads[unit].offload_size.leaving
+        return [one for one in leaving if one.storage is None or one.storage not in self._simulator.held]
+
+    def _begin(self, unit):
+        self.told("begin", unit, [one for one in self._away(unit) if one.storage not in self._begun])
+        super()._begin(unit)
+
+    def _bring(self, unit):
+        self.told("bring", unit, self._away(unit))
+        return super()._bring(unit)
+
+
 # ------------------------------------------------------------------------------------------------------ executed
+
+
+class Telling:
+    """A store that tells what it is asked for."""
+
+    def __init__(self, observer):
+        self.observer = observer
+        self.saved = Counter()  # by unit
+        self.numbers = {}  # by address, of what is there
+
+    def sees(self, unit, tensor):
+        number = self.observer.units.saved(unit)[self.saved[unit]]
+        self.saved[unit] += 1
+        self.numbers[address_of(tensor.untyped_storage())] = number
+
+    def put(self, tensor):
+        return ToldHandle(self.observer.events, self.numbers[address_of(tensor.untyped_storage())], tensor.clone())
+
+
+class ToldHandle:
+    def __init__(self, events, number, tensor):
+        self.events, self.number, self.tensor = events, number, tensor
+        self.stored_bytes = tensor.nbytes
+        self.is_settled = False
+        self.events.append(f"put {number}")
+
+    def settle(self):
+        if not self.is_settled:
+            self.events.append(f"settle {self.number}")
+        self.is_settled = True
+
+    def prefetch(self):
+        self.events.append(f"begin {self.number}")
+
+    def get(self):
+        self.events.append(f"bring {self.number}")
+        return self.tensor.clone()
+
+
+def waiting_in(slot):
+    """The recomputed tensor that waits in a slot for a backward or a session, if there is one."""
+    if slot is None or slot.task is not None:
+        return slot and slot.tensor
+    return next((tensor for tensor, _ in (slot.others or {}).values()), None)
 
 
 class Following(UnitObserver):
@@ -166,6 +279,7 @@ class Following(UnitObserver):
         self.slots = WeakKeyDictionary()  # by region and slot: the name, the unit and the storage that wait there
         self.memories = {}  # by name, what the region has been given in its recompute, by address
         self.unclaimed = set()  # by name and storage, what waits in slots and was not given yet
+        self.waits = defaultdict(list)  # by name and storage, references to the slots in which it waits or has waited
         self.taken = []  # slots that the region around has for inputs of the one that begins
         self.held = Counter()  # by name and storage, how many tensors hold it
         self.running = {}  # by region that is recomputed, the call that runs
@@ -277,13 +391,15 @@ class Following(UnitObserver):
                 self.hold(name, unit, storage)
                 self.unclaimed.add((name, storage))
                 self.kept.append(ref(slot, partial(self.never_given, name, storage)))
+                self.waits[name, storage].append(ref(slot))
             return
+        tensor = waiting_in(slot)
         storage = (
-            None if slot is None else self.memories[self.names[region]].get(address_of(slot.tensor.untyped_storage()))
+            self.memories[self.names[region]].get(address_of(tensor.untyped_storage())) if tensor is not None else None
         )
         if storage is not None:  # what the region holds is saved in it as well
             self.held[self.names[region], storage] += 1
-            self.kept.append(ref(slot.tensor, partial(self.release, self.names[region], storage)))
+            self.kept.append(ref(tensor, partial(self.release, self.names[region], storage)))
         if stops:
             self.events.append(f"run {self.units_in[region][self.running[region]]}, cut")
 
@@ -294,7 +410,14 @@ class Following(UnitObserver):
             if storage is not None:
                 self.unclaimed.discard((self.names[region], storage))
                 self.memories[self.names[region]][address_of(tensor.untyped_storage())] = storage
-                self.kept.append(ref(tensor, partial(self.release, self.names[region], storage)))
+                self.kept.append(ref(tensor, partial(self.let_go, self.names[region], storage)))
+
+    def let_go(self, name, storage, *_):
+        """What was given is gone; a session may have it in the slot still, for another one who asks."""
+        if any(waiting_in(slot()) is not None for slot in self.waits[name, storage]):
+            self.unclaimed.add((name, storage))
+        else:
+            self.release(name, storage)
 
     def returned(self, region, call, output):
         if region in self.names and call + 1 == len(self.units_in[region]) - self.units_in[region][::-1].index(
@@ -306,7 +429,9 @@ class Following(UnitObserver):
         self.running.pop(region, None)
 
     def asked(self, region, index, tensor):
-        if region in self.names and index not in self.slots[region]:
+        slot = region.slots[index]()
+        is_held = slot is not None and slot.value is not None  # as the output of an operator, from the forward on
+        if region in self.names and index not in self.slots[region] and not is_held:
             unit = self.units_in[region][region.recording.call_of(index)]
             if unit not in self.asked_for:
                 self.asked_for.add(unit)

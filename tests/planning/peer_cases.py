@@ -17,10 +17,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from logs import Hidden
+from probes.memory import record_allocations
+from probes.planning import Here, profiling
 from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
-from torchremat.measuring.allocator import record_allocations
-from torchremat.planning.devices.machines import Here
-from torchremat.planning.profiles import profiling
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))

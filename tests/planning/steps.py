@@ -6,16 +6,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from torchremat.measuring.runs import run_counted, run_traced, subject_of
-from torchremat.measuring.step import run_backward
-from torchremat.planning.descriptions import held_of
-from torchremat.planning.devices.machines import Here
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.profiles.roots import fitted
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.memory import run_backward, run_counted, run_traced, subject_of
+from probes.planning import (
+    Here,
+    KeepNode,
+    OffloadChoice,
+    RegionNode,
+    StoredUnit,
+    calls_of,
+    divisible,
+    fitted,
+    held_of,
+    installed,
+    mixed,
+    profile_subject,
+)
+from probes.regions import Settings
 
 CPU = torch.device("cpu")
 
@@ -46,6 +52,26 @@ def random_tree(units, rng, *, depth=3):
         return result
 
     return fitted(units, tuple(nodes(0, len(units.units) - 1, depth)))
+
+
+def random_loads(profile, store_profile, tree, rng):
+    """Some of the kept units at top level, each with a random moment to leave and to come back."""
+    kept = [node.stage for node in tree if isinstance(node, KeepNode)]
+    order, last = profile.order, len(profile.sizes) - 1
+    offload_sizes = {unit: store_profile.offload_sizes.get(one.calls) for unit, one in enumerate(profile.units.units)}
+    offloads = {}
+    for unit in kept:
+        if offload_sizes[unit] and unit in order and rng.random() < 0.7:
+            place = order.index(unit)
+            planned = StoredUnit(
+                unit=unit,
+                store=0,
+                leaves_after=rng.randint(unit, min(last, unit + 3)),
+                comes_before=order[rng.randint(max(0, place - 3), place)],
+                stored_bytes=offload_sizes[unit].all_bytes,
+            )
+            offloads[unit] = OffloadChoice(planned=planned, offload_size=offload_sizes[unit])
+    return {unit: offloads[unit] for unit in order if unit in offloads}
 
 
 def keep_all(count):

@@ -17,14 +17,9 @@ from torch.nn import functional as F
 import models
 from logs import Log
 from planning.steps import CPU, fingerprint, profile
+from probes.memory import bytes_before, record_allocations
+from probes.planning import cover, every_unit, figures_of, form_of, gauges, predict, with_figures
 from torchremat import Adaptive, BudgetError, BudgetWarning, PlanError, StepError, UnsupportedError, wrap
-from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.before import bytes_before
-from torchremat.planning.profiles.watching import every_unit
-from torchremat.planning.shapes import gauges
-from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
-from torchremat.planning.shapes.fits import cover
-from torchremat.planning.simulator.prediction import predict
 
 BATCH = 2
 

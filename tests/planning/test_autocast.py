@@ -21,10 +21,8 @@ from planning.steps import (
     traced_peak,
     under,
 )
+from probes.planning import KeepNode, options_of, predict
 from torchremat import Planner, verify
-from torchremat.planning.searches.options import options_of
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode
 
 
 def autocast(step):
@@ -164,5 +162,7 @@ def test_parts_of_blocks_do_not_raise_the_lowest_budget():
 
         assert with_parts.floor_bytes <= without.floor_bytes
         assert with_parts.plan(without.floor_bytes).peak_bytes <= without.floor_bytes
+        if chain_is_higher[-1]:
+            break
 
     assert any(chain_is_higher)

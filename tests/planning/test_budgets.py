@@ -7,9 +7,8 @@ from torch import nn
 
 import torchremat
 from planning.kinds import inputs, linear, square
-from torchremat import Adaptive, BudgetError, Planner
+from torchremat import Adaptive, BudgetError, PeakPartitioner, Planner
 from torchremat.planning.budgets import Relative, checked_bytes, relative_of
-from torchremat.planning.compiling.partitioning import PeakPartitioner
 
 
 def subject():

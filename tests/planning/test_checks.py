@@ -12,8 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import torchremat
 from planning.optimizer_kinds import Forwarding, Imitating, Trainer
+from probes.planning import applied_scopes
 from torchremat import BudgetWarning, PlanWarning
-from torchremat.planning.layout import applied_scopes
 
 X = torch.randn(8, 64, 64)
 

@@ -7,8 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchremat
 from compiled import MARKS, fresh, net, step
+from probes.planning import measured_workspaces
 from torchremat.errors import BudgetError, CompileWarning
-from torchremat.planning.compiling.workspaces import measured_workspaces
 
 pytestmark = MARKS
 

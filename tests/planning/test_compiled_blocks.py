@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from compiled import MARKS, Block, fresh, graph_breaks, graphs
+from probes.memory import has_compiled
+from probes.regions import is_wrapped
 from torchremat import Planner, plan, verify, wrap
 from torchremat.errors import BudgetError, UnsupportedError, WrapError
-from torchremat.measuring.modules import has_compiled
-from torchremat.regions.patches import is_wrapped
 
 pytestmark = MARKS
 

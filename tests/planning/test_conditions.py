@@ -11,8 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
-from torchremat import BudgetWarning, PlanWarning
-from torchremat.planning.plans import Plan
+from torchremat import BudgetWarning, Plan, PlanWarning
 
 
 class Block(nn.Module):

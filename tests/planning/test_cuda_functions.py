@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchremat
-from torchremat.planning.devices.device import device_of
+from probes.planning import device_of
 
 H100 = device_of("h100")
 # The same, but for what depends on the type: blocks of 512 bytes, and the same seconds.

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from planning.steps import CPU, outcome
+from probes.planning import DEEPEST, Calls, KeepNode, PlannedCall, RegionNode, depth, installed, kept
+from probes.regions import Settings
 from torchremat import PlanError, Planner
-from torchremat.planning.layout import Calls, PlannedCall, installed
-from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, RegionNode, kept
-from torchremat.schedules.depths import DEEPEST, depth
 
 
 class Calling(nn.Module):

@@ -8,10 +8,8 @@ import torch
 
 import mixtures
 from planning.steps import differences, outcome, recomputed_flops, traced_peak
+from probes.planning import choices, evaluate, flow_of, options
 from torchremat import OrderWarning, Planner
-from torchremat.planning.searches import options
-from torchremat.planning.searches.flows import flow_of
-from torchremat.schedules.operator_selection import choices, evaluate
 
 CONFIG = mixtures.MixtureConfig(blocks=2, width=32, hidden=48, heads=4, key_heads=2, vocabulary=64, experts=4)
 

@@ -19,9 +19,8 @@ import models
 import torchremat
 from planning.kinds import KINDS
 from planning.steps import fingerprint, traced_peak
+from probes.planning import MeasuredKernel, Overheads, device_of
 from torchremat import Device, DeviceWarning, StepError, UnsupportedError
-from torchremat.planning.devices.device import MeasuredKernel, device_of
-from torchremat.planning.profiles.overheads import Overheads
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 MODELS = {

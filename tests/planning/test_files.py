@@ -7,11 +7,8 @@ from functools import cache
 import pytest
 
 from planning.kinds import KINDS
-from torchremat import PlanError, plan
-from torchremat.planning.layout import HeldOperators
-from torchremat.planning.plans import Plan
-from torchremat.planning.simulator.offload_choices import StoredUnit
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.planning import HeldOperators, KeepNode, RegionNode, StoredUnit
+from torchremat import Plan, PlanError, plan
 
 
 @cache

@@ -10,10 +10,8 @@ from torch import nn
 import models
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops, traced_peak
+from probes.planning import applied_scopes, fit_with, fitting
 from torchremat import BudgetError, PlanError, Planner, StepError, fit, unwrap, wrap
-from torchremat.planning import fitting
-from torchremat.planning.fitting import fit_with
-from torchremat.planning.layout import applied_scopes
 
 
 def gpt(**options):

@@ -1,6 +1,7 @@
 """The executor does, event by event, what the simulator says, on random trees over models of every kind."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 
 from planning.following import executed, first_difference, simulated
 from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, square
-from planning.steps import mixtures, random_tree, text
-from torchremat.measuring.step import run_backward
+from planning.steps import mixtures, profile, random_loads, random_tree, text
+from probes.memory import run_backward, subject_of
+from probes.planning import KeepNode, divisible, mixed, options_of, weighed
+from torchremat import Host, Session
 
 PARTS = {
     "linear": linear,
@@ -49,14 +52,14 @@ class Made(nn.Module):
 
 def check(model, step, rng):
     """Run random trees, with whole units and with all that can be split apart."""
-    for profile in mixtures(model, step, rng, 0):
+    for own in mixtures(model, step, rng, 0):
         for _ in range(3):
-            tree = random_tree(profile.units, rng)
+            tree = random_tree(own.units, rng)
 
-            ours = executed(lambda: run_backward(step(model)), model, profile, tree)
+            ours = executed(lambda: run_backward(step(model)), model, own, tree)
 
             assert any(event.startswith("hold") for event in ours) or "(" not in text(tree)
-            assert not (found := first_difference(ours, simulated(profile, tree))), f"{text(tree)}\n{found}"
+            assert not (found := first_difference(ours, simulated(own, tree))), f"{text(tree)}\n{found}"
 
 
 # Regions of several calls of a root have the same names, so what each of them does is not told apart.
@@ -74,6 +77,63 @@ def test_a_step_of_a_random_model_is_what_the_simulator_says(seed):
     model = Made(rng)
 
     check(model, lambda model: square(model(x)), rng)
+
+
+@pytest.mark.parametrize("name", ["loop", "sequential in place", "attention", "shared weights"])
+def test_a_step_with_a_store_is_what_the_simulator_says(name):
+    model, step = KINDS[name]()
+    pair, rng = profile(model, step), random.Random(name)
+    [stored] = weighed(model, subject_of(step, model, None), pair, [Host()])
+    profiles, events = [pair.blocks, mixed(pair, frozenset(divisible(pair)))], []
+
+    for own in profiles * 3:
+        tree = random_tree(own.units, rng, depth=1)
+        offloads = random_loads(own, stored, tree, rng)
+        transfers = {unit: choice.planned.transfer for unit, choice in offloads.items()}
+
+        ours = executed(lambda: run_backward(step(model)), model, own, tree, transfers)
+
+        assert not (found := first_difference(ours, simulated(own, tree, offloads))), f"{text(tree)}\n{found}"
+        events += ours
+
+    assert any(event.startswith("bring") for event in events)
+
+
+@pytest.mark.parametrize("name", ["loop", "sequential in place", "attention", "transformer"])
+def test_operators_that_are_held_are_what_the_simulator_says(name):
+    model, step = KINDS[name]()
+    own, rng = profile(model, step).blocks, random.Random(name)
+    own = replace(own, options=options_of(own, "flops"))
+
+    for _ in range(4):
+        tree = tuple(KeepNode(unit, rng.randint(0, len(options))) for unit, options in enumerate(own.options))
+
+        ours = executed(lambda: run_backward(step(model)), model, own, tree)
+
+        assert not (found := first_difference(ours, simulated(own, tree))), f"{tree}\n{found}"
+
+
+@pytest.mark.parametrize("name", ["loop", "sequential in place", "attention", "transformer"])
+def test_regions_that_are_recomputed_ahead_are_what_the_simulator_says(name):
+    model, step = KINDS[name]()
+    rng = random.Random(name)
+
+    def run():
+        session = Session(serves_all=True)
+        with session.active():
+            loss = step(model)
+        session.recompute(1000)
+        session.passes = 1
+        with session.active():
+            run_backward(loss)
+        session.close()
+
+    for own in mixtures(model, step, rng, 0) * 2:
+        tree = random_tree(own.units, rng)
+
+        ours = executed(run, model, own, tree)
+
+        assert not (found := first_difference(ours, simulated(own, tree, ahead=True))), f"{text(tree)}\n{found}"
 
 
 def test_a_difference_is_told_where_it_arises():

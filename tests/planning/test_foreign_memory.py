@@ -8,9 +8,8 @@ from torch import nn
 from compiled import MARKS, fresh
 from planning.kinds import inputs, square
 from planning.steps import blocks, differences, each, keep_all, outcome, traced_peak, under
+from probes.planning import predict, trace
 from torchremat import Planner, verify
-from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.simulator.prediction import predict
 
 pytestmark = MARKS
 

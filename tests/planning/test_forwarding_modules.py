@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat import Adaptive, fit, frontier, measure, plan, saved, unwrap, verify, wrap
-from torchremat.planning.plans import Plan
+from torchremat import Adaptive, Plan, fit, frontier, measure, plan, saved, unwrap, verify, wrap
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 

@@ -10,8 +10,8 @@ from torch import nn
 import models
 import torchremat
 from planning.steps import differences, outcome, traced_peak
-from torchremat.planning import profiled_step as planners
-from torchremat.planning.frontiers import FrontierPoint
+from probes.planning import profiled_step as planners
+from torchremat import FrontierPoint
 
 
 def tiny():

@@ -26,16 +26,13 @@ import decoders
 import models
 import zoo
 from planning.kinds import KINDS
+from probes.planning import Bandwidth, KeepNode, ProfilePair, Speed, profiled_together
+from probes.planning import profiled_step as planners
+from probes.planning import store_sizes as weighing
 from stages.blocks import Block
 from torchremat import Adaptive, BudgetError, Compressed, Disk, Pipe, Planner, codecs
-from torchremat._compat.binding import RELEASE
 from torchremat.pipeline import StagePlanner
-from torchremat.planning import profiled_step as planners
-from torchremat.planning.profiles import store_sizes as weighing
-from torchremat.planning.profiles.agreement import profiled_together
-from torchremat.planning.profiles.profiling import ProfilePair
-from torchremat.planning.simulator.offload_choices import Bandwidth, Speed
-from torchremat.schedules.chain import KeepNode
+from versions import RELEASE
 
 FOLDER = Path(__file__).parent / "golden"
 LOCKED = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / "requirements.lock").read_text(), re.MULTILINE)[1]

@@ -10,8 +10,7 @@ from torch import nn
 import llama
 import torchremat
 from models import gpt_step, resnet_step, unet_step
-from torchremat import BudgetWarning, Host, UnsupportedError
-from torchremat.planning.planner import Planner
+from torchremat import BudgetWarning, Host, Planner, UnsupportedError
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from planning.optimizer_kinds import (
     late_lookahead,
     plain,
 )
-from torchremat import Adaptive, StepError, UnsupportedError, fit, frontier, measure, plan, verify
-from torchremat.measuring.optimizers import with_wrapped
-from torchremat.planning.planner import Planner
+from probes.memory import with_wrapped
+from torchremat import Adaptive, Planner, StepError, UnsupportedError, fit, frontier, measure, plan, verify
+from turns import meetings
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
@@ -58,13 +58,14 @@ def train(model, optimizer, steps):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_call_leaves_it_as_it_was(kind, call):
+# Each kind and each call meets optimizers with state and without.
+@pytest.mark.parametrize(
+    ("kind", "call", "steps"),
+    [(kind, call, 2 * (number % 2)) for number, (kind, call) in enumerate(meetings(KINDS, CALLS, each=3))],
+)
+def test_every_call_leaves_it_as_it_was(kind, call, steps):
     # accelerate's was left with the state of one step of zeros, and 3 steps later the loss was another one.
     model = net()
-    # Each kind and each call meets optimizers with state and without.
-    steps = 2 * ((KINDS.index(kind) + list(CALLS).index(call)) % 2)
     optimizer = kind(model.parameters())
     train(model, optimizer, steps)
     before = insides(optimizer)

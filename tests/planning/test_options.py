@@ -12,16 +12,11 @@ from torch.nn import functional as F
 import models
 from planning.kinds import square
 from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
-from torchremat import BudgetError, OrderWarning, Planner
+from probes.memory import FlopCounter
+from probes.planning import KeepNode, Overheads, flow_of, options_of, predict
+from probes.regions import Collecting, Replaying
+from torchremat import BudgetError, OrderWarning, Plan, Planner
 from torchremat.frames import PACKAGES
-from torchremat.measuring.flops import FlopCounter
-from torchremat.planning.plans import Plan
-from torchremat.planning.profiles.overheads import Overheads
-from torchremat.planning.searches.flows import flow_of
-from torchremat.planning.searches.options import options_of
-from torchremat.planning.simulator.prediction import predict
-from torchremat.regions.selective.watching import Collecting, Replaying
-from torchremat.schedules.chain import KeepNode
 
 
 class InPlace(nn.Module):

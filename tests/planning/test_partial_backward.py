@@ -16,22 +16,27 @@ import zoo
 from planning.kinds import KINDS
 from planning.steps import CPU, differences, outcome, profile, under
 from planning.test_options import in_place
-from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.runs import subject_of
-from torchremat.measuring.step import run_backward
-from torchremat.planning.descriptions import held_of
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import ProfilePair
-from torchremat.planning.profiles.roots import fitted
-from torchremat.planning.searches.flows import flow_of
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.planning.searches.options import options_of, options_with
-from torchremat.planning.simulator.points import Live, ProgramPoint
-from torchremat.planning.simulator.prediction import over_bytes
-from torchremat.planning.simulator.simulator import MemorySimulator
-from torchremat.regions.settings import Observer, Settings
-from torchremat.schedules.chain import KeepNode, RegionNode
-from torchremat.schedules.operator_selection import evaluate
+from probes.memory import record_allocations, run_backward, subject_of
+from probes.planning import (
+    KeepNode,
+    Live,
+    MemorySimulator,
+    ProfilePair,
+    ProgramPoint,
+    RegionNode,
+    calls_of,
+    divisible,
+    evaluate,
+    fitted,
+    flow_of,
+    held_of,
+    installed,
+    mixed,
+    options_of,
+    options_with,
+    over_bytes,
+)
+from probes.regions import Observer, Settings
 
 
 @dataclass

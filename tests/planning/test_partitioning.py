@@ -11,9 +11,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 import torchremat
 from compiled import MARKS, net, step
-from torchremat._compat.inductor import partitioner_for_inductor
+from probes.planning import partitioner_for_inductor, partitioning
 from torchremat.errors import BudgetError, CompileWarning
-from torchremat.planning.compiling import partitioning
 
 pytestmark = MARKS
 

@@ -6,9 +6,7 @@ import pytest
 
 from planning.kinds import KINDS, SEVERAL_ROOTS
 from planning.steps import blocks, random_tree
-from torchremat.planning.searches.peak_bounds import PeakBounds
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.planning import KeepNode, PeakBounds, RegionNode, predict
 
 
 # With several roots a change of one call is one of the others too, so nobody asks.

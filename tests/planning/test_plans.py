@@ -18,6 +18,8 @@ import models
 import zoo
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
+from probes.planning import KeepNode, RegionNode, described
+from probes.regions import is_wrapped
 from torchremat import (
     OrderWarning,
     Plan,
@@ -30,9 +32,6 @@ from torchremat import (
     unwrap,
     wrap,
 )
-from torchremat.planning.printing import described
-from torchremat.regions.patches import is_wrapped
-from torchremat.schedules.chain import KeepNode, RegionNode
 
 # What is applied here is about values, and was planned without the optimizer that trains, and without DDP around it.
 pytestmark = pytest.mark.filterwarnings(

@@ -25,13 +25,8 @@ from planning.steps import (
     under,
 )
 from planning.steps import profile as profile_of
+from probes.planning import KeepNode, RegionNode, divisible, every_unit, flow_of, halves, mixed, predict, profiling
 from torchremat.errors import UnsupportedError
-from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.watching import every_unit, halves
-from torchremat.planning.searches.flows import flow_of
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def off(model, step, profile, trees, expected, *, flops=True):

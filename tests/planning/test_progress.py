@@ -7,8 +7,8 @@ from torch import nn
 
 import torchremat
 from planning.kinds import inputs, linear, square
+from probes.planning import SearchBudget
 from torchremat import Planner, Progress, UnsupportedError
-from torchremat.planning.searches.search_budget import SearchBudget
 
 
 def subject():

@@ -14,16 +14,9 @@ from torch import nn
 from logs import Hidden, Log
 from planning.kinds import block, inputs, linear, square
 from planning.steps import blocks, differences, outcome, profile, recomputed_flops
-from torchremat import Adaptive, BudgetError, Planner, RepeatWarning, StepError, extend
-from torchremat.planning.devices.machines import Here
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.plans import Plan
-from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.grain import find_units
-from torchremat.planning.profiles.not_replayable import told
-from torchremat.planning.profiles.watching import every_unit
-from torchremat.regions.region import Region
-from torchremat.regions.settings import Settings
+from probes.planning import Here, calls_of, every_unit, find_units, installed, profiling, told
+from probes.regions import Region, Settings
+from torchremat import Adaptive, BudgetError, Plan, Planner, RepeatWarning, StepError, extend
 
 
 class Part(nn.Module):

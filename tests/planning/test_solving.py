@@ -11,13 +11,7 @@ from torch.nn import functional as F
 import models
 from planning.kinds import KINDS, inputs, linear, square
 from planning.steps import blocks, profile, text, traced_peak, under
-from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.roots import fitted
-from torchremat.planning.searches.search import Search
-from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.searches.solver import Solver
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import KeepNode, RegionNode
+from probes.planning import KeepNode, PlanOptions, RegionNode, Search, SearchBudget, Solver, fitted, predict
 
 
 @cache

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import AdamW
 
 import torchremat
+from probes.memory import profiled
+from probes.planning import applied_scopes
 from torchremat import BudgetWarning
-from torchremat.measuring import profiled
-from torchremat.planning.layout import applied_scopes
 
 X = torch.randn(8, 64, 64)
 

@@ -25,18 +25,21 @@ from planning.steps import (
 from planning.steps import (
     profile as profile_of,
 )
-from torchremat import BudgetError, PlanError, UnsupportedError
-from torchremat._compat import accelerators
-from torchremat.measuring.runs import subject_of
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.plans import Plan
-from torchremat.planning.profiles.store_sizes import weighed
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.planning.simulator.offload_choices import OffloadChoice, StoredUnit
-from torchremat.planning.simulator.prediction import predict
-from torchremat.regions.offload_schedule import OffloadSchedule
-from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode
+from probes.memory import accelerators, subject_of
+from probes.planning import (
+    KeepNode,
+    OffloadChoice,
+    OffloadSchedule,
+    StoredUnit,
+    calls_of,
+    divisible,
+    installed,
+    mixed,
+    predict,
+    weighed,
+)
+from probes.regions import Settings
+from torchremat import BudgetError, Plan, PlanError, UnsupportedError
 
 MODELS = {
     "gpt": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, dropout=0.1),

@@ -13,9 +13,9 @@ from torch import nn
 
 import torchremat
 from planning.steps import differences, outcome
+from probes.stores import DiskWriter
 from stores.faults import Calls, broken, no_space
 from torchremat import BudgetWarning, Disk, Planner, StoreError, StoreWarning, UnsupportedError
-from torchremat.stores.disk_writer import DiskWriter
 
 
 def made():

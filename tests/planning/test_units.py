@@ -10,10 +10,9 @@ import models
 import zoo
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, known_subject, outcome, recomputed_flops
+from probes.planning import find_units, trace
 from torchremat import Planner, plan
 from torchremat.errors import StepError
-from torchremat.planning.profiles.grain import find_units
-from torchremat.planning.profiles.tracing import trace
 
 
 def units_of(model, step):

@@ -10,10 +10,9 @@ from torch import nn
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
+from probes.planning import calls_of, divisible, installed, mixed
+from probes.regions import Settings
 from torchremat import OrderWarning, Planner, StepError, UnsupportedError, plan, verify
-from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.searches.granularity import divisible, mixed
-from torchremat.regions.settings import Settings
 
 
 class Through(nn.Module):
@@ -111,22 +110,23 @@ STEPS_OF_PARTS = {
 }
 
 
-@pytest.mark.parametrize("share", [0.7, 0.35, 0.0])
 @pytest.mark.parametrize("step", STEPS_OF_PARTS.values(), ids=STEPS_OF_PARTS)
-def test_a_part_of_the_model_that_the_step_calls_as_well(step, share):
+def test_a_part_of_the_model_that_the_step_calls_as_well(step):
     # A scope knows calls by their names and numbers. The same name and number in two roots, or in two ways through one,
     # had two choices in the plan and one in the step, whose peak was above the prediction by whole tensors.
     model = Parts()
     planner = Planner(model, step, cost="flops")
     floor = planner.floor_bytes
 
-    plan = planner.plan(int(floor + share * (planner.plain_peak()[0] - floor)))
-    plan.apply(model)
-    found = verify(model, step)
+    for share in (0.7, 0.35, 0.0):
+        plan = planner.plan(int(floor + share * (planner.plain_peak()[0] - floor)))
+        plan.apply(model)
+        found = verify(model, step)
+        plan.remove(model)
 
-    assert plan.recomputed_calls > 0
-    assert found.is_exact
-    assert (found.recomputed_flops, found.peak_bytes) == (plan.recomputed_flops, plan.peak_bytes)
+        assert plan.recomputed_calls > 0
+        assert found.is_exact
+        assert (found.recomputed_flops, found.peak_bytes) == (plan.recomputed_flops, plan.peak_bytes)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import models
 from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops
+from probes.planning import KeepNode, RegionNode
 from torchremat import Disk, Host, Planner, StepError, plan, verify, wrap
-from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def gpt(**options):
@@ -254,15 +255,25 @@ def test_nothing_changes(name):
     assert before.changes(fingerprint(model)) == []
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("run", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_error_in_any_run_leaves_everything(error, run, place):
+@cache
+def nested_loop():
+    """A plan for a loop, with a region in another one."""
+    tree = (RegionNode((KeepNode(0), RegionNode((KeepNode(1),)))), KeepNode(2), KeepNode(3))
+    return replace(plan(*KINDS["loop"](), budget="100%"), tree=tree)
+
+
+# In each run and place one of either kind, and of both kinds some in each place.
+@pytest.mark.parametrize(
+    ("run", "place", "error"),
+    [
+        (run, place, (ValueError, KeyboardInterrupt)[(number + (place == "backward")) % 2])
+        for number, run in enumerate([1, 2, 3, 4, 8])
+        for place in ("forward", "backward")
+    ],
+)
+def test_an_error_in_any_run_leaves_everything(run, place, error):
     model, step = KINDS["loop"]()
-    replace(
-        plan(model, step, budget="100%"),
-        tree=(RegionNode((KeepNode(0), RegionNode((KeepNode(1),)))), KeepNode(2), KeepNode(3)),
-    ).apply(model)
+    nested_loop().apply(model)
     step(model).backward()
     before = fingerprint(model)
     runs = []

@@ -12,9 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from planning.steps import recomputed_flops, traced_peak
-from torchremat import Disk, UnsupportedError, checkpointed, measure, plan, saved
-from torchremat.measuring.tracker import tensors_in
-from torchremat.planning.planner import Planner
+from probes.memory import tensors_in
+from torchremat import Disk, Planner, UnsupportedError, checkpointed, measure, plan, saved
 
 
 def two(tensor):

@@ -9,6 +9,7 @@ from torch import nn
 
 from planning.optimizer_kinds import changes, insides
 from torchremat import Adaptive, StepError, UnsupportedError, fit, frontier, measure, plan, saved, unwrap, verify
+from turns import meetings
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
@@ -204,8 +205,7 @@ def state(model, step):
     return insides(model, step), parameters
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("make", STEPS)
+@pytest.mark.parametrize(("make", "call"), meetings(STEPS, CALLS, each=3))
 def test_what_a_step_writes_is_put_back(make, call):
     model, step = make()
     before, parameters = state(model, step)

@@ -6,7 +6,7 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchremat.ambient.global_state import only_watches
+from torchremat.extend import only_watches
 
 
 @only_watches

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from logs import Log
 from policies.counting import Counted, gradients
+from probes.regions import asked_about, dispatch_modes, save_ordinals
 from torchremat import CheckpointError, PolicyError, checkpoint, checkpointed
-from torchremat._compat.modes import dispatch_modes
-from torchremat.policies.ordinals import asked_about, save_ordinals
-from torchremat.policies.policy import Policy
-from torchremat.regions.decisions import RECOMPUTE, SAVE
+from torchremat.extend import RECOMPUTE, SAVE
+from torchremat.policies import Policy
 
 CHAIN = ("aten.sin.default", "aten.exp.default", "aten.cos.default", "aten.exp.default", "aten.sin.default")
 

@@ -33,6 +33,7 @@ from torchremat import (
 )
 from torchremat.extend import RECOMPUTE, SAVE, stored_in
 from torchremat.policies import (
+    Policy,
     everything_saved,
     nothing_saved,
     offload_these_names,
@@ -43,7 +44,6 @@ from torchremat.policies import (
     save_operators,
     save_smaller_than,
 )
-from torchremat.policies.policy import Policy
 
 aten = torch.ops.aten
 

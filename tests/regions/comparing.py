@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from logs import Count
-from torchremat.regions.region import Region
+from probes.regions import Region
 
 
 class Counted:

@@ -25,13 +25,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import torchremat
 from logs import Log, Tally
+from probes.regions import CallDecision, RegionPlace, Scope, Settings, set_forward
 from regions.comparing import Twice
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
 from torchremat.policies import everything_saved, nothing_saved, save_matmuls, save_operators, save_smaller_than
-from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import CallDecision, RegionPlace, Scope
-from torchremat.regions.settings import Settings
 
 # ------------------------------------------------------------------------------------------------------- operations
 

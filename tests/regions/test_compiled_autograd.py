@@ -12,10 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
 from logs import Hidden, Log
+from probes.regions import Region, Slot
 from regions.comparing import Counted, Twice, leaf
 from torchremat import CheckpointError, MutationError, UnsupportedError, checkpoint, checkpointed, session
-from torchremat.regions.region import Region
-from torchremat.regions.slots import Slot
 
 pytestmark = compiled.MARKS
 
@@ -106,8 +105,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("name", PROGRAMS)
+# What aot_eager is given is what eager would run, and it traces it once more.
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in PROGRAMS), *((name, "eager") for name in ("nested", "in place", "read twice"))],
+)
 def test_gradients_are_those_of_the_plain_run(name, backend):
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     program = PROGRAMS[name]

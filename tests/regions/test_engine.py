@@ -12,10 +12,7 @@ from torch import nn
 
 import torchremat
 from logs import Count, Log
-from torchremat.regions.patches import set_forward
-from torchremat.regions.region import Region
-from torchremat.regions.runs import CallDecision, RegionPlace, Scope
-from torchremat.regions.settings import Settings
+from probes.regions import CallDecision, Region, RegionPlace, Scope, Settings, set_forward
 
 
 class Block(nn.Module):

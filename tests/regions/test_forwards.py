@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from logs import Log
+from probes.regions import is_wrapped
 from regions.comparing import equal, result
 from torchremat import UnsupportedError, WrapError, checkpoint, plan, unwrap, wrap
-from torchremat.regions.patches import is_wrapped
 
 ignores_jit = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 

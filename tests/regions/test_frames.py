@@ -14,6 +14,7 @@ from torch import nn
 
 import torchremat
 from logs import Log
+from probes.regions import calls, objects
 from regions.comparing import leaf
 from torchremat import checkpoint, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
@@ -26,7 +27,7 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 @pytest.fixture(autouse=True)
 def for_cpus(monkeypatch):
     # A torch that is built for accelerators is asked which devices a function reaches.
-    monkeypatch.setattr("torchremat.regions.calls._ACCELERATED", False)
+    monkeypatch.setattr(calls, "_ACCELERATED", False)
 
 
 def functions(run):
@@ -76,7 +77,7 @@ def test_of_a_reentrant_region():
 
 def test_of_a_wrapped_module(monkeypatch):
     # Where another test has imported FSDP2, each module is asked whether it is sharded.
-    monkeypatch.setattr("torchremat.state.following.objects.has_fsdp", lambda: False)
+    monkeypatch.setattr(objects, "has_fsdp", lambda: False)
     model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), "0")
 
     # Of those in the forward 11 find and remember what the module reaches; of those in the backward 9 compare it.

@@ -1,6 +1,6 @@
 """Random programs, with regions and without.
 
-Two hundred of them, always the same, run in every test run. A long run tries new ones each time:
+A hundred of them, always the same, run in every test run. A long run tries new ones each time:
 
     TORCHREMAT_FUZZ=5000 pytest tests/regions/test_fuzz.py --hypothesis-seed=1
 
@@ -14,15 +14,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from probes.regions import dispatch_modes, thread, top_saved_tensor_hooks
 from regions.programs import BACKWARD, FILLS_LATER, differences, outcome, programs
-from torchremat._compat.autograd import top_saved_tensor_hooks
-from torchremat._compat.modes import dispatch_modes
 from torchremat.errors import MutationError
-from torchremat.regions.threads import thread
 
 _LONG = int(os.environ.get("TORCHREMAT_FUZZ", "0"))
 _PROFILE = settings(
-    max_examples=_LONG or 200,
+    max_examples=_LONG or 100,
     derandomize=not _LONG,
     database=None,
     deadline=None,

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch._higher_order_ops.scan import scan
 
+from probes.regions import EagerMode, save_ordinals
 from regions.comparing import Counted, leaf, same
 from torchremat import checkpoint, checkpointed, measure, plan, saved, verify
-from torchremat._compat.modes import EagerMode
 from torchremat.policies import save_attention, save_matmuls
-from torchremat.policies.ordinals import save_ordinals
+from turns import in_turn
 
 # Torch's own: dynamo asks each input for its gradient, and imports what is deprecated.
 pytestmark = [
@@ -60,7 +60,7 @@ def function(request):
     return request.param
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@in_turn("way", WAYS.values())
 def test_gradients_are_the_plain_ones(function, way):
     x, counted = leaf(5, 4), Counted(function)
     region = checkpointed(counted, **way)
@@ -69,7 +69,7 @@ def test_gradients_are_the_plain_ones(function, way):
     assert counted.calls == 2
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@in_turn("way", WAYS.values())
 def test_nested(function, way):
     x = leaf(5, 4)
     region = checkpointed(lambda x: checkpoint(function, x.sin()).tanh(), **way)
@@ -157,9 +157,9 @@ class Block(nn.Module):
         return self.narrow(self.middle(self.wide(x)))
 
 
-def model_and_step(middle):
+def model_and_step(middle, blocks=2):
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Block(middle) for _ in range(6))), torch.randn(256, 4)
+    model, x = nn.Sequential(*(Block(middle) for _ in range(blocks))), torch.randn(256, 4)
     return model, lambda model: model(x).square().mean()
 
 
@@ -191,7 +191,7 @@ def test_measure_and_saved(middle):
 @pytest.mark.parametrize(("middle", "budget"), [(either, "96%"), (repeated, "99.7%")], ids=["cond", "while_loop"])
 def test_plan(middle, budget):
     # The forwards that a planner tries refused to be gone backward through, which a trace does of itself.
-    model, step = model_and_step(middle)
+    model, step = model_and_step(middle, blocks=4)
     step(model).backward()
     plain = [one.grad.clone() for one in model.parameters()]
     model.zero_grad()

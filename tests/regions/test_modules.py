@@ -12,11 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from logs import Count
+from probes.regions import Backups, World, reach
 from regions.comparing import leaf, same
 from torchremat import MutationError, checkpoint, checkpointed, extend, wrap
-from torchremat.state.backups import Backups
-from torchremat.state.reach import reach
-from torchremat.state.world import World
 
 
 class Net(nn.Module):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from probes.regions import plainly
 from regions.comparing import Counted, live_regions, three
 from torchremat import Keep, checkpoint, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
-from torchremat.regions.threads import plainly
 
 
 @pytest.mark.parametrize("call", [checkpoint, lambda body, x: drop_in(body, x, use_reentrant=False)])

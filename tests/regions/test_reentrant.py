@@ -7,7 +7,7 @@ from torch import nn
 from logs import Log
 from regions.comparing import Counted, Watched, leaf, same, three
 from torchremat import MutationError, UnsupportedError, is_checkpointing, is_recomputing
-from torchremat.regions.reentrant import CheckpointFunction
+from torchremat.interop.torch_checkpoint import CheckpointFunction
 
 
 def reentrant(function, *args, preserve=True):

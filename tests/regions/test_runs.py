@@ -12,11 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from logs import Count, Hidden
+from probes.regions import CallDecision, RegionPlace, Scope, Settings, set_forward
 from regions.comparing import equal, live_regions, result
 from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
-from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import CallDecision, RegionPlace, Scope
-from torchremat.regions.settings import Settings
 
 
 class Block(nn.Module):

@@ -8,9 +8,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from logs import Log
+from probes.regions import nodes_of, slots_of
 from stores.operations import OPERATIONS
 from torchremat import BudgetError, Disk, Host, StoreError, UnsupportedError, checkpoint, spill, wrap
-from torchremat.tensors.graphs import nodes_of, slots_of
 
 SIDE = 32
 BYTES = SIDE * SIDE * 4

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from probes.regions import nodes_of
 from stores.memory import Memory
 from torchremat import BudgetError, checkpoint, spill
-from torchremat.tensors.graphs import nodes_of
 
 
 class Product(torch.autograd.Function):

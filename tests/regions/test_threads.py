@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from logs import Count, Log, Tally
+from probes.regions import thread
 from regions.comparing import Counted, Twice
 from torchremat import checkpoint, checkpointed, is_checkpointing, is_recomputing, session
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.policies import save_operators
-from torchremat.regions.threads import thread
 
 _THREADS = 4
 _PATIENCE_S = 30

@@ -7,15 +7,15 @@ import pickle
 
 import pytest
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
 import zoo
+from forked import CONTEXT
 from logs import Log
+from probes.regions import is_wrapped, matching
 from regions.comparing import Counted, equal, live_regions, result
 from regions.distributed import Block, net, train
 from torchremat import UnsupportedError, WrapError, unwrap, wrap
-from torchremat.regions.patches import is_wrapped
-from torchremat.regions.wrapping import matching
 
 
 def trains_as_plain(wrapped, plain):
@@ -317,8 +317,8 @@ def test_models_of_transformers(name):
 
 
 def test_distributed_data_parallel(tmp_path):
-    # The other process lives in a module of its own, for it imports that, and to import transformers takes seconds.
-    other = multiprocessing.get_context("spawn").Process(target=train, args=(1, str(tmp_path / "store")))
+    # What the other process runs is in a module of its own: to import this one, with transformers, takes seconds.
+    other = CONTEXT.Process(target=train, args=(1, str(tmp_path / "store")))
     other.start()
     train(0, str(tmp_path / "store"))
     other.join()

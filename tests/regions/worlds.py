@@ -31,10 +31,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 import torchremat
+from probes.regions import RegionRecompute
 from regions.comparing import live_regions
 from torchremat.errors import TorchrematError
 from torchremat.policies import save_matmuls, save_operators
-from torchremat.regions.recompute import RegionRecompute
 
 # ------------------------------------------------------------------------------------------------------ ways to call
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 import torchremat
+from probes.planning import bars
 from torchremat import Progress
-from torchremat.planning import bars
 from torchremat.reports.bars import progress_bar
 
 

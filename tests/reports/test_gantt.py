@@ -7,13 +7,10 @@ import matplotlib
 import pytest
 from matplotlib.colors import to_hex
 
+from probes.pipelines import PipelineEvent, equal_costs, gpipe, one_forward_one_backward, parse, predict, recomputing
 from torchremat.errors import UnsupportedError
-from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.prediction import predict
 from torchremat.pipeline.timeline import Timeline
 from torchremat.reports.plots import plot_timelines
-from torchremat.schedules.pipelines import gpipe, one_forward_one_backward, parse, recomputing
-from torchremat.schedules.simulation import equal_costs
 
 
 def made(order, *, lookahead=False, **seconds):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from torchremat.planning.frontiers import FrontierPoint
+from torchremat import FrontierPoint
 from torchremat.reports.tables import Row, comparison, frontier_table
 
 MIB = 2**20

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from logs import Count
+from probes.memory import record_allocations
 from stages.blocks import Block
 from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, attach, plan_stages
 from versions import NEEDS_OWN_SENDS, skip_unless
 

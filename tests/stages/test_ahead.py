@@ -7,13 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchremat import Session
-from torchremat.measuring.allocator import record_allocations
-from torchremat.planning.descriptions import plan_of
-from torchremat.planning.planner import Planner
-from torchremat.planning.searches.microbatches import SumsPrediction, shares
-from torchremat.schedules.chain import KeepNode, RegionNode
-from torchremat.stages.samples import received
+from probes.memory import record_allocations
+from probes.pipelines import SumsPrediction, received, shares
+from probes.planning import KeepNode, RegionNode, plan_of
+from torchremat import Planner, Session
 
 WIDTH = 16
 X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from probes.planning import plan_of
 from regions.comparing import Tied
-from torchremat import Session, UnsupportedError
+from torchremat import Planner, Session, UnsupportedError
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.allocator import record_allocations
-from torchremat.planning.descriptions import plan_of
-from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import shares
 from torchremat.stages.parts import Parts
 from torchremat.stages.samples import Ends, received

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.inline import cells_inline
+from probes.memory import record_allocations
 from stages.blocks import Block, Pop, Stash
 from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError, UnsupportedError
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, StagePlans, plan_stages
 
 WIDTH, CHUNKS = 16, 4
@@ -178,8 +178,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "has_stepped"),
+    [("without state", False), *((name, has) for name in ("with state", "with temporaries") for has in (False, True))],
+)
 def test_the_optimizer_counts(name, has_stepped):
     pipe = made(stages=1)
     optimizer = OPTIMIZERS[name](pipe.parameters())

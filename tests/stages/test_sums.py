@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.inline import cells_inline
+from probes.memory import record_allocations
 from stages.blocks import Block
 from torchremat import Pipe
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner
 
 CPU = torch.device("cpu")
@@ -72,9 +72,20 @@ def blocks(count, width):
     return nn.Sequential(*(Block(width) for _ in range(count)))
 
 
-@pytest.mark.parametrize("balance", [[4], [2, 2], [1, 2, 1]])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rows", "width"), [(192, 16), (12, 64)])
+# Each number of stages meets each size, and each size each number of microbatches.
+@pytest.mark.parametrize(
+    ("balance", "chunks", "rows", "width"),
+    [
+        ([4], 1, 192, 16),
+        ([4], 2, 12, 64),
+        ([4], 4, 192, 16),
+        ([2, 2], 1, 12, 64),
+        ([2, 2], 2, 192, 16),
+        ([2, 2], 3, 12, 64),
+        ([1, 2, 1], 3, 192, 16),
+        ([1, 2, 1], 4, 12, 64),
+    ],
+)
 def test_peaks_are_as_predicted(balance, chunks, rows, width):
     # Once they were up to 7% below the prediction: the gradient of the output counted twice, and the gradients of a
     # unit's weights from its beginning. Where weights are large beside the microbatches (the second size), the peak is

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from stores.conformance import filled, same
 from torchremat import Compressed, Host, Keep, StoreError, UnsupportedError, codecs, offload
-from torchremat.tensors.handles import Handle
+from torchremat.extend import Handle
 
 
 class Watched:

@@ -15,10 +15,11 @@ from weakref import ref
 import pytest
 import torch
 
+from forked import run_main
+from probes.stores import patience
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
-from torchremat.stores import patience
 
 
 @pytest.fixture
@@ -628,9 +629,10 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fork_may_not_write_to_the_file_of_its_parent():
-    out = in_a_process(
-        """
+def test_a_fork_may_not_write_to_the_file_of_its_parent(tmp_path):
+    program = tmp_path / "forks.py"
+    program.write_text(
+        textwrap.dedent("""
         import os, sys, warnings, torch
         from torchremat import Disk, StoreError
 
@@ -652,7 +654,10 @@ def test_a_fork_may_not_write_to_the_file_of_its_parent():
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         print(handle.get().sum().item(), store.statistics.stored_bytes)
-        """
+        """)
     )
 
-    assert out == "True\nTrue\nTrue\nTrue\n20.0\n1000.0 4000\n"
+    ended = run_main(program, folder=tmp_path, timeout=120)
+
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "True\nTrue\nTrue\nTrue\n20.0\n1000.0 4000\n"

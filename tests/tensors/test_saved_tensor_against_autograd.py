@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from probes.regions import make_saved_tensor
 from torchremat import SavedTensor
-from torchremat._compat.autograd import make_saved_tensor
 from turns import in_turn
 from versions import NEEDS_SAVED_TENSORS
 

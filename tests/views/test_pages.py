@@ -1,11 +1,8 @@
 """Pages and tables as text: what is in them, and what is shown of things in a notebook."""
 
-import importlib.resources
 import json
 import re
-import subprocess
 import sys
-import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -204,25 +201,3 @@ def test_without_plotly_the_error_names_the_extra(found, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"pip install 'torchremat\[html\]'"):
         found["plan"].html(tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
-
-
-def test_importing_the_library_imports_no_plotly():
-    code = "import sys, torchremat; sys.exit('plotly' in sys.modules or 'rich' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_what_pages_are_made_of_is_in_the_wheel(tmp_path):
-    pytest.importorskip("hatchling")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    kept = {one.name for one in importlib.resources.files("torchremat.views").iterdir() if "." in one.name}
-    assert {"page.html", "page.css", "page.js"} <= kept
-    assert {f"torchremat/views/{name}" for name in ("page.html", "page.css", "page.js")} <= names

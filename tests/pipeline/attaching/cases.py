@@ -23,9 +23,9 @@ from pipeline.attaching.models import (
     Stage,
     loss_of,
 )
+from probes.memory import record_allocations
 from regions.comparing import live_regions
 from torchremat import Planner, UnsupportedError, wrap
-from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import attach, detach, in_flight, microbatch_budget
 from torchremat.policies import save_matmuls
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
+from forked import CONTEXT
 from pipeline.attaching.cases import wrapped
 from pipeline.attaching.models import Program
 from torchremat.pipeline import attach
@@ -40,8 +40,7 @@ def _work(rank, folder):
 
 
 def test_the_others_end_with_an_error_and_without_sessions(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work, args=(rank, tmp_path)) for rank in range(2)]
+    processes = [CONTEXT.Process(target=_work, args=(rank, tmp_path)) for rank in range(2)]
     for one in processes:
         one.start()
     for one in processes:

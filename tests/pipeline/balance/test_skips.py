@@ -8,10 +8,11 @@ from torch import nn
 
 from pipeline.balance.test_time import Takes
 from pipeline.skip.modules import Between, Pop, PopValue, Stash, StashValue
+from probes.memory import accelerators
+from probes.pipelines import times
 from torchremat import wrap
-from torchremat._compat import accelerators
 from torchremat.errors import SkippableError
-from torchremat.pipeline.balance import balance_by_size, balance_by_time, times
+from torchremat.pipeline.balance import balance_by_size, balance_by_time
 from torchremat.pipeline.skip import Namespace, current_skip_tracker, pop, skippable, stash
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat._compat import accelerators
+from probes.memory import accelerators
+from probes.pipelines import times
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.pipeline.balance import balance_by_time, times
+from torchremat.pipeline.balance import balance_by_time
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from torch import nn
 
 from logs import Count
 from pipeline.skip.modules import PopValue, StashValue
+from probes.memory import visible_modules
+from probes.planning import Calls, KeepNode, PlannedCall, RegionNode, install
+from probes.regions import Settings
 from torchremat import plan, verify
-from torchremat.measuring.modules import visible_modules
 from torchremat.pipeline.skip import Namespace, pop, skippable, stash
-from torchremat.planning.layout import Calls, PlannedCall, install
-from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def block(width):

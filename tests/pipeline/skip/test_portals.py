@@ -9,9 +9,9 @@ from torch import nn
 
 from logs import Log
 from pipeline.skip.modules import PopValue, StashValue
+from probes.pipelines import CPU_STREAM, CpuStream, copying, portals
 from regions.comparing import leaf
 from torchremat import Pipe, SkipError, checkpointed, is_recomputing
-from torchremat.pipeline import copying
 from torchremat.pipeline.skip import (
     CellTracker,
     Namespace,
@@ -21,7 +21,6 @@ from torchremat.pipeline.skip import (
     inspect_skip_layout,
     use_skip_tracker,
 )
-from torchremat.pipeline.streams import CPU_STREAM, CpuStream
 
 SOURCE, TARGET = CpuStream(), CpuStream()
 
@@ -107,8 +106,8 @@ def test_the_copy_waits_and_is_waited_for(monkeypatch):
     events, source, target = [], torch.device("cpu"), torch.device("cpu")
     monkeypatch.setattr(copying, "wait_stream", lambda waiting, awaited: events.append(f"{waiting} for {awaited}"))
     monkeypatch.setattr(copying, "copied", lambda tensor, *streams: events.append(f"copy {streams}") or tensor.clone())
-    monkeypatch.setattr("torchremat.pipeline.skip.portals.device_of", lambda stream: f"device of {stream}")
-    monkeypatch.setattr("torchremat.pipeline.skip.portals.current_stream", lambda device: f"current of {device}")
+    monkeypatch.setattr(portals, "device_of", lambda stream: f"device of {stream}")
+    monkeypatch.setattr(portals, "current_stream", lambda device: f"current of {device}")
     x = leaf(3)
     portal = Portal(x.sin(), 0, 1)
     portal.copy("A", "B")

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import torchremat
-from torchremat.ambient.hidden import hidden
+from probes.memory import StorageTracker
+from probes.regions import hidden
 from torchremat.extend import only_watches
-from torchremat.measuring.tracker import StorageTracker
 
 WORDS = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes."
 PUTTING_BACK = torch.ops.aten.copy_.default, torch.ops.aten.detach.default

@@ -11,8 +11,8 @@ from torch import nn
 
 from planning.guarding.faults import Faults, batch, differing, guarded, normed, state
 from planning.steps import fingerprint
+from probes.regions import is_wrapped
 from torchremat import BudgetError, GuardError, PlanError, Planner, StepError, UnsupportedError, guard, plan
-from torchremat.regions.patches import is_wrapped
 
 FIRST, SECOND = batch(), batch(seed=4)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from probes.memory import bytes_before, record_allocations
 from torchremat import GuardError, UnsupportedError, guard
-from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.before import bytes_before
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,18 @@
+"""What the allocator, the counters of flops and the trackers of storages tell, and a step as planning runs it."""
+
+from torchremat._compat import accelerators
+from torchremat.measuring import heap, profiled
+from torchremat.measuring import untouched as writing
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.before import bytes_before
+from torchremat.measuring.flops import FlopCounter, formula_of
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.modules import has_compiled, module_stack, visible_modules
+from torchremat.measuring.optimizers import with_wrapped
+from torchremat.measuring.profiled import profiler_is_active
+from torchremat.measuring.runs import Subject, run_counted, run_traced, subject_of
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.storages import StorageNumbers
+from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.measuring.tracker import StorageTracker, address_of, tensors_in
+from torchremat.measuring.untouched import untouched

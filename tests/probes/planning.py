@@ -1,0 +1,53 @@
+"""Trees as data, what planning makes of a model on the way to them, and what it predicts."""
+
+from torchremat._compat.inductor import partitioner_for_inductor
+from torchremat.planning import bars, fitting, profiled_step
+from torchremat.planning.compiling import partitioning
+from torchremat.planning.compiling.workspaces import measured_workspaces
+from torchremat.planning.descriptions import held_of, plan_of
+from torchremat.planning.devices.device import MeasuredKernel, device_of
+from torchremat.planning.devices.machines import Here
+from torchremat.planning.fitting import fit_with
+from torchremat.planning.layout import (
+    Calls,
+    HeldOperators,
+    PlannedCall,
+    applied_scopes,
+    calls_of,
+    install,
+    installed,
+)
+from torchremat.planning.plan_options import PlanOptions
+from torchremat.planning.printing import described
+from torchremat.planning.profiles import profiling, store_sizes
+from torchremat.planning.profiles.agreement import profiled_together
+from torchremat.planning.profiles.grain import find_units
+from torchremat.planning.profiles.not_replayable import told
+from torchremat.planning.profiles.overheads import Overheads
+from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
+from torchremat.planning.profiles.reading import UnitCosts
+from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.profiles.store_sizes import weighed
+from torchremat.planning.profiles.tracing import trace
+from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
+from torchremat.planning.searches import options
+from torchremat.planning.searches.flows import flow_of
+from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.options import options_of, options_with
+from torchremat.planning.searches.peak_bounds import PeakBounds
+from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.solver import Solver
+from torchremat.planning.shapes import gauges
+from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
+from torchremat.planning.shapes.fits import cover
+from torchremat.planning.simulator.ahead import recomputed_ahead
+from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
+from torchremat.planning.simulator.offloaded import OffloadedBytes
+from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
+from torchremat.planning.simulator.prediction import over_bytes, predict
+from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.regions.offload_schedule import OffloadSchedule
+from torchremat.schedules.chain import KeepNode, RegionNode, kept
+from torchremat.schedules.depths import DEEPEST, depth
+from torchremat.schedules.operator_selection import choices, evaluate

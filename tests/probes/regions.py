@@ -1,0 +1,25 @@
+"""Regions as objects, the forwards that they are on, what a thread is in, and the hooks and modes it has."""
+
+from torchremat._compat.autograd import current_graph_task, make_saved_tensor, top_saved_tensor_hooks
+from torchremat._compat.modes import EagerMode, dispatch_modes
+from torchremat.ambient.hidden import hidden
+from torchremat.policies.ordinals import asked_about, save_ordinals
+from torchremat.regions import calls
+from torchremat.regions.calls import Call
+from torchremat.regions.patches import forward_under, is_wrapped, set_forward
+from torchremat.regions.recompute import RegionRecompute
+from torchremat.regions.region import Region
+from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.regions.runs import CallDecision, RegionPlace, Scope
+from torchremat.regions.selective.mode import Collecting, Replaying
+from torchremat.regions.sessions import active_session, open_sessions
+from torchremat.regions.settings import Observer, Settings
+from torchremat.regions.slots import Slot
+from torchremat.regions.threads import Now, plainly, thread
+from torchremat.regions.wrapping import matching
+from torchremat.state.backups import Backups
+from torchremat.state.following import objects
+from torchremat.state.reach import reach
+from torchremat.state.world import World
+from torchremat.tensors.graphs import nodes_of, slots_of
+from torchremat.tensors.held import holding
