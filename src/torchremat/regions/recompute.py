@@ -79,6 +79,10 @@ class RegionRecompute:
         log: Gets the operators.
         checks: Whether to stop at the first difference. If False, nothing is kept, and the calls always run to their
             end.
+        returns: Whether the calls run to their end, for the output of the last one.
+
+    Attributes:
+        output: That output, without its graph.
     """
 
     __slots__ = (
@@ -98,7 +102,9 @@ class RegionRecompute:
         "metadata",
         "needed",
         "only",
+        "output",
         "region",
+        "returns",
         "task",
         "values",
         "written",
@@ -112,6 +118,7 @@ class RegionRecompute:
         log: OperatorLog | None = None,
         *,
         checks: bool = True,
+        returns: bool = False,
     ) -> None:
         self.region = region
         self.key = key
@@ -126,6 +133,10 @@ class RegionRecompute:
         self.given: list[UntypedStorage] = []  # the memory of the arguments of the call that runs, if it matters
         if not region.settings.early_stop or region.fresh:
             self.last = self._last()
+        self.returns = returns
+        if returns:
+            self.last = _TO_THE_END
+        self.output: object = None
         self.count = 0
         self.metadata = region.metadata if region.settings.check != "none" else None
         self.values = None
@@ -157,10 +168,10 @@ class RegionRecompute:
         del self.region, self.key
 
     def _last(self) -> int:
-        """Return the save to stop at; -2 to run to the end."""
+        """Return the save to stop at."""
         region = self.region
         if not region.settings.early_stop and not region.made[-1].is_running:
-            return -2
+            return _TO_THE_END
         last = self.needed
         while region.fresh and self._may_be_filled_later(last):
             last += 1
@@ -285,6 +296,11 @@ class RegionRecompute:
         if observer is not None and not self.is_stopped:
             observer.returned(region, number, output)
         if number + 1 == len(region.made) or self.is_stopped:
+            if self.returns:
+                found: list[Tensor] = []
+                template = split(output, found, [])
+                # Without its graph, whose hooks refer to this object.
+                self.output = join(template, [region.detached(one) for one in found])
             return
         del args, kwargs
         outputs: list[Tensor] = []
@@ -430,6 +446,7 @@ class RegionRecompute:
         )
 
 
+_TO_THE_END = -2  # no save has this number
 _RAISED = "This was raised in the recompute"
 # The words of autograd, for a leaf as for a view of one.
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"

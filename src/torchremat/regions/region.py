@@ -297,15 +297,14 @@ class Region:
         tasks.add(task)
         return len(tasks) >= session.passes
 
-    def _recompute_for(self, key: Key, index: int) -> None:
+    def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> RegionRecompute:
         session = key if isinstance(key, Session) else None
         if key in self._recomputed and (session is None or not session.dropped_too_early()):
-            self._recompute(key, index)
-            return
+            return self._recompute(key, index)
         try:
             if session is not None:
                 session.recomputing(self)
-            self._recompute(key, None)
+            done = self._recompute(key, None, returns=returns)
         except BaseException:
             self.forget(key)
             raise
@@ -314,6 +313,7 @@ class Region:
             session.owns(self)
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
+        return done
 
     def recompute_for(self, key: Key) -> bool:
         """Recompute ahead of any gradient for a session or the running backward; return whether it was necessary.
@@ -388,14 +388,31 @@ class Region:
             region.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> RegionRecompute:
+    def advance(self, key: Key | None) -> object:
+        """Run the calls to their end once more and return the output of the last, without its graph.
+
+        Args:
+            key: The owner of the saved tensors, which then wait in their slots; None to keep none of them.
+
+        Raises:
+            CheckpointError: The recompute differs from the forward.
+            MutationError: An input or parameter was changed in place since the forward.
+        """
+        with self._lock:
+            if key is None or key in self._recomputed:
+                return self._recompute(None, -1, returns=True).output
+            return self._recompute_for(key, -1, returns=True).output
+
+    def _recompute(
+        self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False
+    ) -> RegionRecompute:
         if self.made[-1].slots < 0:
             self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
         # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
-        recompute = RegionRecompute(self, key, only, log)
+        recompute = RegionRecompute(self, key, only, log, returns=returns)
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)

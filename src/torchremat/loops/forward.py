@@ -1,0 +1,84 @@
+"""The first run of a loop, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor, nn
+
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat.errors import bug
+from torchremat.loops.carries import CarriedInput, Carry, Step
+from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
+from torchremat.loops.stretches import Stretches
+from torchremat.regions.runs import continued
+from torchremat.regions.settings import Settings
+from torchremat.regions.transforms import new_region
+from torchremat.stores.offloading import Offload
+from torchremat.tensors.structure import tensors_in
+
+# From a carry and a slice of what is scanned to the next carry and an output.
+Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Forward:
+    """Runs the steps of a loop as regions.
+
+    Args:
+        body: The code of a step.
+        slices: What is scanned.
+        stretches: The carries.
+        settings: How the regions behave.
+    """
+
+    def __init__(self, body: Body, slices: Slices, stretches: Stretches, settings: Settings) -> None:
+        self.body = body
+        self.slices = slices
+        self.stretches = stretches
+        self.settings = settings
+        self.previous: Step | None = None
+        self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
+
+    def run(
+        self, index: int, carry: object, *, in_slot: bool, store: Offload | None = None, settings: Settings | None = None
+    ) -> object:
+        """Run a step as a region and return its output.
+
+        Args:
+            index: The number of the step.
+            carry: Its carry.
+            in_slot: Whether the carry is held.
+            store: Where it waits, if not in memory.
+            settings: How this region behaves, if not as the others.
+        """
+        tensors, x = tensors_in(carry), self.slices.at(index)
+        here = Carry(index, self.previous)
+        region = new_region(settings or self.settings)
+        if in_slot or self.previous is None:
+            with store or nullcontext():
+                here.held = [region.held_tensor(one) for one in tensors]
+            here.is_stored = store is not None
+            self.stretches.put(here)
+        inputs: dict[int, CarriedInput | SlicedInput] = {}
+        for place, tensor in enumerate(tensors):
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in inputs:  # a region holds these by itself
+                inputs[id(tensor)] = CarriedInput(self.stretches, here, place)
+                here.places.append(place)
+        for place, tensor in enumerate(tensors_in(x)):
+            inputs.setdefault(id(tensor), SlicedInput(self.held, place, index))
+        waiting = iter(inputs.values())
+        here.kept = tensors  # a backward inside the step may ask for it
+        push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
+        try:
+            return region.call(continued(self.body), (carry, x), {}, (self.body,))
+        finally:
+            pop_saved_tensor_hooks()
+            here.kept = None
+            # A module may have made its parameters in the step, which then cannot run again.
+            self.previous = Step(region, here) if region.made else None
+
+
+def _unpack(packed: CarriedInput | SlicedInput) -> Tensor:
+    return packed.unpack()
