@@ -41,6 +41,10 @@ class Forward:
         self.previous: Step | None = None
         self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
 
+    def run_plainly(self, index: int, carry: object) -> object:
+        """Run a step as it is and return its output; autograd keeps its saved tensors."""
+        return self.body(carry, self.slices.at(index))
+
     def run(
         self, index: int, carry: object, *, in_slot: bool, store: Offload | None = None, settings: Settings | None = None
     ) -> object:
@@ -60,7 +64,8 @@ class Forward:
             with store or nullcontext():
                 here.held = [region.held_tensor(one) for one in tensors]
             here.is_stored = store is not None
-            self.stretches.put(here)
+            if store is None:
+                self.stretches.put(here)
         inputs: dict[int, CarriedInput | SlicedInput] = {}
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter) and id(tensor) not in inputs:  # a region holds these by itself

@@ -23,18 +23,21 @@ class Stretches:
 
     Args:
         width: The number of tensors in a carry.
+
+    Attributes:
         slots: How many carries are in memory at a time, at least 1.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
             only at the beginning of a block.
+        advances: How many steps have run in recomputes for the next carry alone.
     """
 
     __slots__ = ("_in_slots", "_lock", "advances", "block", "slots", "width")
 
-    def __init__(self, width: int, slots: int, block: int = 1) -> None:
+    def __init__(self, width: int) -> None:
         self.width = width
-        self.slots = slots
-        self.block = block
-        self.advances = 0  # runs of a step in a recompute that leave no saved tensor
+        self.slots = 1
+        self.block = 1
+        self.advances = 0
         self._in_slots: list[ReferenceType[Carry]] = []  # in the order of the steps
         self._lock = _Lock()
 

@@ -36,7 +36,7 @@ from torchremat.state.reading import Reading, WrittenError, WrittenTensors
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
-from torchremat.tensors.structure import join, split
+from torchremat.tensors.structure import join, split, tensors_in
 
 if TYPE_CHECKING:
     from torchremat.regions.diagnosis.operators import OperatorLog
@@ -153,6 +153,10 @@ class Call:
             self.generators = generator_states(devices, self.world.generators)
         if entries:
             self._captured = Captured()
+
+    def reached(self) -> list[Tensor]:
+        """Return the tensors that the call reaches in other ways than by its arguments."""
+        return self.world.tensors() if self._cells is None else tensors_in(self._cells[1])
 
     def settle(self) -> None:
         """Keep only state that the call has changed."""
