@@ -14,8 +14,8 @@ Each step is a region, and the loop is what is around them: the inputs of a step
     stretches is the tree of nested regions of the schedule, and no call and no frame nests with it.
  2. A dropped carry owns the step before it, that step's region its inputs, and so on to a carry in a slot. Nothing else
     owns them: when autograd frees the last slot of a region, and no later carry needs the step, all of it is freed.
- 3. Slots that are free by then hold carries that the recompute of a stretch comes by. These can be made again, and go
-    when there is no room for an earlier one.
+ 3. Slots that are free by then hold carries that the recompute of a stretch comes by. They belong to one backward or
+    session (Rule 4), and go earlier when there is no room for a carry before them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchremat.tensors.held import HeldTensor
 if TYPE_CHECKING:
     from torchremat.loops.stretches import Stretches
     from torchremat.regions.region import Region
+    from torchremat.regions.slots import Key
 
 
 class Step:
@@ -52,11 +53,12 @@ class Carry:
         held: Its tensors since the forward, if it is in a slot.
         is_stored: Whether these are in a store, and take no slot.
         kept: Its tensors in a backward, if it is in a slot, and while the step runs for the first time.
+        key: That backward, or session.
         places: Which of its tensors the region of the step asks for: others it holds by itself, or twice.
         waiting: Its tensors on their way to that region; each is taken once.
     """
 
-    __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "places", "step", "waiting")
+    __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "key", "places", "step", "waiting")
 
     def __init__(self, index: int, step: Step | None) -> None:
         self.index = index
@@ -64,6 +66,7 @@ class Carry:
         self.held: list[HeldTensor] | None = None
         self.is_stored = False
         self.kept: list[Tensor] | None = None
+        self.key: Key | None = None
         self.places: list[int] = []
         self.waiting: dict[int, Tensor] = {}
 
@@ -77,11 +80,20 @@ class Carry:
         """Whether its tensors are in memory."""
         return self.kept is not None or (self.held is not None and not self.is_stored)
 
+    def keep(self, tensors: list[Tensor], key: Key | None) -> None:
+        """Take a slot in a backward or session."""
+        self.kept = tensors
+        self.key = key
+
+    def forget(self) -> None:
+        """Leave the slot that a backward or session has given."""
+        self.kept = self.key = None
+
     def drop(self) -> None:
         """Free its slot, if it can be recomputed."""
         if self.step is None:
             return
-        self.kept = None
+        self.forget()
         if not self.is_stored:
             self.held = None
 

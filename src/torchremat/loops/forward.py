@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
-from torchremat.errors import bug
+from torchremat._compat.transforms import hooks_under_transforms, is_transformed
 from torchremat.loops.carries import CarriedInput, Carry, Step
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import Stretches
@@ -75,11 +75,14 @@ class Forward:
             inputs.setdefault(id(tensor), SlicedInput(self.held, place, index))
         waiting = iter(inputs.values())
         here.kept = tensors  # a backward inside the step may ask for it
-        push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
         try:
-            return region.call(continued(self.body), (carry, x), {}, (self.body,))
+            with hooks_under_transforms() if is_transformed() else nullcontext():
+                push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
+                try:
+                    return region.call(continued(self.body), (carry, x), {}, (self.body,))
+                finally:
+                    pop_saved_tensor_hooks()
         finally:
-            pop_saved_tensor_hooks()
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
             self.previous = Step(region, here) if region.made else None

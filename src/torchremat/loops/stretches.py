@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from torchremat._compat.autograd import at_end_of_backward
 from torchremat.errors import CheckpointError, bug
 from torchremat.loops.carries import Carry, Step
 from torchremat.loops.keys import current_key
+from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import next_border
 from torchremat.tensors.structure import tensors_in
 
@@ -31,19 +34,20 @@ class Stretches:
         advances: How many steps have run in recomputes for the next carry alone.
     """
 
-    __slots__ = ("_in_slots", "_lock", "advances", "block", "slots", "width")
+    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "advances", "block", "slots", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.slots = 1
         self.block = 1
         self.advances = 0
-        self._in_slots: list[ReferenceType[Carry]] = []  # in the order of the steps
+        self._carries: list[ReferenceType[Carry]] = []  # those in slots, in the order of the steps
+        self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
 
     def put(self, carry: Carry) -> None:
         """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
-        inside = self._slotted()
+        inside = self._in_slots()
         while len(inside) >= self.slots and inside[-1].index > carry.index:
             inside.pop().drop()
         place = len(inside)
@@ -51,14 +55,14 @@ class Stretches:
             place -= 1
         if not (place and inside[place - 1] is carry):
             inside.insert(place, carry)
-        self._in_slots = [ref(one) for one in inside]
+        self._carries = [ref(one) for one in inside]
 
     def drop(self, place: int) -> None:
         """Free the slot of a carry, given its number among those in slots."""
-        self._slotted()[place].drop()
+        self._in_slots()[place].drop()
 
-    def _slotted(self) -> list[Carry]:
-        alive = [one() for one in self._in_slots]
+    def _in_slots(self) -> list[Carry]:
+        alive = [one() for one in self._carries]
         return [one for one in alive if one is not None and one.takes_slot]
 
     # -------------------------------------------------------------------------------------------------- recompute
@@ -77,6 +81,7 @@ class Stretches:
 
     def _bring(self, carry: Carry) -> None:
         """Let the tensors of a carry wait, after recomputing the stretch that ends with it if necessary."""
+        self._begin(current_key())
         path: list[Step] = []
         start = carry
         while not start.is_here:
@@ -87,14 +92,13 @@ class Stretches:
         tensors = self._tensors(start)
         border = self._next(start.index, carry.index)
         began = carry.index // self.block * self.block  # from here on steps are recorded
-        key = current_key()
         while path:
             step = path.pop()
             here = step.carry
             here.wait(tensors)
             del tensors
             try:
-                records = key if here.index >= began else None
+                records = self._key if here.index >= began else None
                 self.advances += records is None
                 output = step.region.advance(records)
             finally:
@@ -109,10 +113,30 @@ class Stretches:
                 )
             if here.index + 1 == border:
                 following = path[-1].carry if path else carry
-                following.kept = tensors
+                following.keep(tensors, self._key)
                 self.put(following)
                 border = self._next(border, carry.index)
         carry.wait(tensors)
+
+    def _begin(self, key: Key | None) -> None:
+        """Let a backward or session recompute, after dropping what another one has left."""
+        if key == self._key:
+            return
+        self._key = key
+        self._forget_all_but(key)
+        if isinstance(key, int):
+            at_end_of_backward(partial(_end, ref(self)))
+
+    def end(self) -> None:
+        """Drop what the backward that has ended leaves: of a retained graph, as the rest is gone with the graph."""
+        with self._lock:
+            self._key = None
+            self._forget_all_but(None)
+
+    def _forget_all_but(self, key: Key | None) -> None:
+        for one in self._in_slots():
+            if one.key != key:
+                one.forget()
 
     def _tensors(self, carry: Carry) -> list[Tensor]:
         if carry.kept is not None:
@@ -121,14 +145,20 @@ class Stretches:
         tensors = [one.unpack() for one in carry.held]
         if any(one.is_hooked for one in carry.held):
             # A region around the loop gives each of its saved tensors once in a backward, and a store copies.
-            carry.kept = tensors
+            carry.keep(tensors, self._key)
             self.put(carry)
         return tensors
 
     def _next(self, first: int, last: int) -> int | None:
         """Return the next carry to put into a slot in a recompute, from the one of `first` up to that of `last`."""
-        free = self.slots - sum(one.index <= first for one in self._slotted())
+        free = self.slots - sum(one.index <= first for one in self._in_slots())
         blocks = last // self.block - first // self.block + 1
         length = next_border(blocks, max(free, 0) + 1)
         return None if length is None else (first // self.block + length) * self.block
 
+
+
+def _end(stretches: ReferenceType[Stretches]) -> None:
+    alive = stretches()
+    if alive is not None:
+        alive.end()

@@ -45,6 +45,9 @@ class Known:
         forward: Runs steps as regions.
         schedule: What is kept where.
         store: Where carries wait beyond the slots.
+
+    Attributes:
+        keeps_all: Whether autograd keeps the saved tensors of all steps.
     """
 
     def __init__(self, forward: Forward, schedule: LoopSchedule, store: Offload | None) -> None:
@@ -52,6 +55,7 @@ class Known:
         self._forward = forward
         self._borders = schedule.borders()
         self._store = store
+        self.keeps_all = self._borders.kept_from == 0
 
     def run(self, index: int, carry: object) -> object:
         """Run a step and return its output."""
@@ -103,6 +107,7 @@ class Budgeted:
     def __init__(self, forward: Forward, follow: Callable[[int, int], Way]) -> None:
         self._forward = forward
         self._follow = follow
+        self._measuring = Measuring()
         self._way: Way | None = None
 
     def run(self, index: int, carry: object) -> object:
@@ -112,8 +117,10 @@ class Budgeted:
             BudgetError: The first step does not fit.
         """
         if self._way is not None:
+            if index == 1 and not (isinstance(self._way, Known) and self._way.keeps_all):
+                self._measuring.let_go()
             return self._way.run(index, carry)
-        forward, measuring = self._forward, Measuring()
+        forward, measuring = self._forward, self._measuring
         output = forward.run(index, carry, in_slot=True, settings=replace(forward.settings, observer=measuring))
         given = [*tensors_in(carry), *measuring.reached]
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
