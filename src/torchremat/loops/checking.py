@@ -18,7 +18,7 @@ class CarryCheck:
         carry: The carry.
 
     Attributes:
-        tensors: Its tensors.
+        tensors: The tensors of the carry that was checked last.
 
     Raises:
         UnsupportedError: Something in it is not a tensor, or it has none.
@@ -36,7 +36,6 @@ class CarryCheck:
         if not self.tensors:
             raise UnsupportedError("loop: the carry has no tensor.")
         self._form = [_form(one) for one in self.tensors]
-        self._given = self.tensors
         self._versions = [version_of(one) for one in self.tensors]
 
     def check(self, index: int, output: object) -> tuple[object, object]:
@@ -53,7 +52,7 @@ class CarryCheck:
                 f"{type(cast('object', output)).__name__}."
             )
         carry, y = cast("tuple[object, object]", output)
-        for place, (tensor, then) in enumerate(zip(self._given, self._versions, strict=True)):
+        for place, (tensor, then) in enumerate(zip(self.tensors, self._versions, strict=True)):
             if version_of(tensor) != then:
                 raise MutationError(
                     f"{where}: the body wrote `{self._name(place)}` in place. A recompute would begin with what it "
@@ -73,7 +72,7 @@ class CarryCheck:
                     f"{where}: the body changed `{self._name(place)}`: {_words(now)}, where the loop was given "
                     f"{_words(then)}. A carry keeps its shapes, dtypes and devices."
                 )
-        self._given = tensors
+        self.tensors = tensors
         self._versions = [version_of(one) for one in tensors]
         return carry, y
 

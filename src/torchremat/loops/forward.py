@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torchremat._compat.transforms import hooks_under_transforms, is_transformed
 from torchremat.loops.carries import CarriedInput, Carry, Step
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import Stretches
+from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
@@ -38,6 +38,7 @@ class Forward:
         self.slices = slices
         self.stretches = stretches
         self.settings = settings
+        self.is_transformed = is_transformed()
         self.previous: Step | None = None
         self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
 
@@ -46,46 +47,63 @@ class Forward:
         return self.body(carry, self.slices.at(index))
 
     def run(
-        self, index: int, carry: object, *, in_slot: bool, store: Offload | None = None, settings: Settings | None = None
+        self,
+        index: int,
+        carry: object,
+        tensors: list[Tensor],
+        *,
+        in_slot: bool,
+        store: Offload | None = None,
+        settings: Settings | None = None,
     ) -> object:
         """Run a step as a region and return its output.
 
         Args:
             index: The number of the step.
             carry: Its carry.
+            tensors: The tensors in it.
             in_slot: Whether the carry is held.
             store: Where it waits, if not in memory.
             settings: How this region behaves, if not as the others.
         """
-        tensors, x = tensors_in(carry), self.slices.at(index)
+        x = self.slices.at(index)
         here = Carry(index, self.previous)
         region = new_region(settings or self.settings)
-        if in_slot or self.previous is None:
-            with store or nullcontext():
+        if store is not None:
+            with store:
                 here.held = [region.held_tensor(one) for one in tensors]
-            here.is_stored = store is not None
-            if store is None:
-                self.stretches.put(here)
+            here.is_stored = True
+        elif in_slot or self.previous is None:
+            here.held = [region.held_tensor(one) for one in tensors]
+            self.stretches.add(here)
         inputs: dict[int, CarriedInput | SlicedInput] = {}
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter) and id(tensor) not in inputs:  # a region holds these by itself
                 inputs[id(tensor)] = CarriedInput(self.stretches, here, place)
                 here.places.append(place)
-        for place, tensor in enumerate(tensors_in(x)):
-            inputs.setdefault(id(tensor), SlicedInput(self.held, place, index))
-        waiting = iter(inputs.values())
+        if x is not None:
+            for place, tensor in enumerate(tensors_in(x)):
+                inputs[id(tensor)] = SlicedInput(self.held, place, index)
         here.kept = tensors  # a backward inside the step may ask for it
         try:
-            with hooks_under_transforms() if is_transformed() else nullcontext():
-                push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
-                try:
-                    return region.call(continued(self.body), (carry, x), {}, (self.body,))
-                finally:
-                    pop_saved_tensor_hooks()
+            if not self.is_transformed:
+                return self._call(region, inputs, carry, x)
+            with hooks_under_transforms():
+                return self._call(region, inputs, carry, x)
         finally:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
             self.previous = Step(region, here) if region.made else None
+
+    def _call(
+        self, region: Region, inputs: dict[int, CarriedInput | SlicedInput], carry: object, x: object
+    ) -> object:
+        waiting = iter(inputs.values())
+        push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
+        try:
+            return region.call(continued(self.body), (carry, x), {}, (self.body,))
+        finally:
+            pop_saved_tensor_hooks()
 
 
 def _unpack(packed: CarriedInput | SlicedInput) -> Tensor:

@@ -111,6 +111,6 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
     way = way_of(body, slices, len(checks.tensors), steps, request, settings) if makes_regions() else Plain(body, slices)
     outputs: list[object] = []
     while request.goes_on(len(outputs), steps, carry):
-        carry, output = checks.check(len(outputs), way.run(len(outputs), carry))
+        carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))
         outputs.append(output)
     return carry, stacked(outputs)

@@ -45,7 +45,11 @@ class Stretches:
         self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
 
-    def put(self, carry: Carry) -> None:
+    def add(self, carry: Carry) -> None:
+        """Note that a carry is in a slot from now on, the last one so far."""
+        self._carries.append(ref(carry))
+
+    def _put(self, carry: Carry) -> None:
         """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
         inside = self._in_slots()
         while len(inside) >= self.slots and inside[-1].index > carry.index:
@@ -82,6 +86,9 @@ class Stretches:
     def _bring(self, carry: Carry) -> None:
         """Let the tensors of a carry wait, after recomputing the stretch that ends with it if necessary."""
         self._begin(current_key())
+        if carry.is_here:
+            carry.wait(self._tensors(carry))
+            return
         path: list[Step] = []
         start = carry
         while not start.is_here:
@@ -114,7 +121,7 @@ class Stretches:
             if here.index + 1 == border:
                 following = path[-1].carry if path else carry
                 following.keep(tensors, self._key)
-                self.put(following)
+                self._put(following)
                 border = self._next(border, carry.index)
         carry.wait(tensors)
 
@@ -146,7 +153,7 @@ class Stretches:
         if any(one.is_hooked for one in carry.held):
             # A region around the loop gives each of its saved tensors once in a backward, and a store copies.
             carry.keep(tensors, self._key)
-            self.put(carry)
+            self._put(carry)
         return tensors
 
     def _next(self, first: int, last: int) -> int | None:

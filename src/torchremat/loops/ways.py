@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, cast
 
+from torch import Tensor
+
 from torchremat.loops.forward import Body, Forward
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
@@ -21,8 +23,8 @@ from torchremat.tensors.structure import tensors_in
 class Way(Protocol):
     """Runs the steps of a loop in order."""
 
-    def run(self, index: int, carry: object) -> object:
-        """Run a step and return its output."""
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output, given its carry and the tensors in it."""
         ...
 
 
@@ -33,7 +35,7 @@ class Plain:
         self.body = body
         self.slices = slices
 
-    def run(self, index: int, carry: object) -> object:
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output."""
         return self.body(carry, self.slices.at(index))
 
@@ -57,14 +59,14 @@ class Known:
         self._store = store
         self.keeps_all = self._borders.kept_from == 0
 
-    def run(self, index: int, carry: object) -> object:
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output."""
         borders = self._borders
         if index >= borders.kept_from:
             return self._forward.run_plainly(index, carry)
         if index in borders.in_store:
-            return self._forward.run(index, carry, in_slot=True, store=self._store)
-        return self._forward.run(index, carry, in_slot=index in borders.in_slots)
+            return self._forward.run(index, carry, tensors, in_slot=True, store=self._store)
+        return self._forward.run(index, carry, tensors, in_slot=index in borders.in_slots)
 
 
 class Online:
@@ -83,7 +85,7 @@ class Online:
         self._keeping = Keeping() if forward.settings.policy is None else None
         self._settings = replace(forward.settings, observer=self._keeping)
 
-    def run(self, index: int, carry: object) -> object:
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output."""
         if self._keeping is not None:
             self._keeping.let_go()
@@ -93,7 +95,7 @@ class Online:
             in_slot = dropped is None or dropped < self._borders.slots
             if in_slot and dropped is not None:
                 self._forward.stretches.drop(dropped)
-        return self._forward.run(index, carry, in_slot=in_slot, settings=self._settings)
+        return self._forward.run(index, carry, tensors, in_slot=in_slot, settings=self._settings)
 
 
 class Budgeted:
@@ -110,7 +112,7 @@ class Budgeted:
         self._measuring = Measuring()
         self._way: Way | None = None
 
-    def run(self, index: int, carry: object) -> object:
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output.
 
         Raises:
@@ -119,10 +121,10 @@ class Budgeted:
         if self._way is not None:
             if index == 1 and not (isinstance(self._way, Known) and self._way.keeps_all):
                 self._measuring.let_go()
-            return self._way.run(index, carry)
+            return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
-        output = forward.run(index, carry, in_slot=True, settings=replace(forward.settings, observer=measuring))
-        given = [*tensors_in(carry), *measuring.reached]
+        output = forward.run(index, carry, tensors, in_slot=True, settings=replace(forward.settings, observer=measuring))
+        given = [*tensors, *measuring.reached]
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
         self._way = self._follow(new_bytes(given, following), measuring.saved_bytes)
         return output
