@@ -30,6 +30,7 @@ LADDER = [
     "views",
     "measuring",
     "schedules",
+    "loops",
     "pipeline",
     "planning",
     "stages",

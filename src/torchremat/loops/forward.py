@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -68,7 +69,8 @@ class Forward:
         """
         x = self.slices.at(index)
         here = Carry(index, self.previous)
-        region = new_region(settings or self.settings)
+        settings = settings or self.settings
+        region = new_region(settings if index else self._checked(settings, tensors))
         if store is not None:
             with store:
                 here.held = [region.held_tensor(one) for one in tensors]
@@ -95,9 +97,17 @@ class Forward:
             # A module may have made its parameters in the step, which then cannot run again.
             self.previous = Step(region, here) if region.made else None
 
-    def _call(
-        self, region: Region, inputs: dict[int, CarriedInput | SlicedInput], carry: object, x: object
-    ) -> object:
+    def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
+        """Return the settings for the first step: its values are compared, at the cost of one step.
+
+        A body that draws from a generator that nobody registered is found so. Kernels of other devices than the CPU may
+        add in another order each time.
+        """
+        if settings.check != "metadata" or self.is_transformed or any(one.device.type != "cpu" for one in tensors):
+            return settings
+        return replace(settings, check="values")
+
+    def _call(self, region: Region, inputs: dict[int, CarriedInput | SlicedInput], carry: object, x: object) -> object:
         waiting = iter(inputs.values())
         push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
         try:

@@ -12,7 +12,7 @@ from torchremat.loops.forward import Body
 from torchremat.loops.outputs import stacked
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
-from torchremat.loops.ways import Plain, Way, way_of
+from torchremat.loops.ways import Plain, way_of
 from torchremat.regions.decisions import Policy
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
@@ -72,7 +72,7 @@ def loop(
             once, as an int or like `"2GiB"`. Both are measured in the first step.
         stores: Where carries wait beyond the slots, at a fixed period: `torchremat.Disk()`.
         transfer_steps: How long it takes to write a carry and to read it, in steps: a longer time, a longer period.
-        check: As for `checkpointed`.
+        check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
         check_every: As for `checkpointed`.
         guard: As for `checkpointed`.
         policy: As for `checkpointed`: what is kept of every step.
@@ -108,7 +108,9 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
         raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")
     checks, slices = CarryCheck(carry), Slices(xs)
     steps = request.steps(slices.length)
-    way = way_of(body, slices, len(checks.tensors), steps, request, settings) if makes_regions() else Plain(body, slices)
+    way = Plain(body, slices)
+    if makes_regions():
+        way = way_of(body, slices, len(checks.tensors), steps, request, settings)
     outputs: list[object] = []
     while request.goes_on(len(outputs), steps, carry):
         carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))

@@ -118,7 +118,7 @@ class Stretches:
                     f"step {here.index} of a loop returned a carry of {len(tensors)} tensors in its recompute, and of "
                     f"{self.width} in its forward."
                 )
-            if here.index + 1 == border:
+            if border is not None and here.index + 1 == border:
                 following = path[-1].carry if path else carry
                 following.keep(tensors, self._key)
                 self._put(following)
@@ -162,7 +162,6 @@ class Stretches:
         blocks = last // self.block - first // self.block + 1
         length = next_border(blocks, max(free, 0) + 1)
         return None if length is None else (first // self.block + length) * self.block
-
 
 
 def _end(stretches: ReferenceType[Stretches]) -> None:

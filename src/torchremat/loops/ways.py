@@ -123,7 +123,8 @@ class Budgeted:
                 self._measuring.let_go()
             return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
-        output = forward.run(index, carry, tensors, in_slot=True, settings=replace(forward.settings, observer=measuring))
+        settings = replace(forward.settings, observer=measuring)
+        output = forward.run(index, carry, tensors, in_slot=True, settings=settings)
         given = [*tensors, *measuring.reached]
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
         self._way = self._follow(new_bytes(given, following), measuring.saved_bytes)

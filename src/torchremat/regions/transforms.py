@@ -168,9 +168,7 @@ class _TransformedRegion(Region):
                     slot.drop(key)
         return found
 
-    def _recompute_again(
-        self, key: Key | None, only: int | None, *, explains: bool, returns: bool
-    ) -> RegionRecompute:
+    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool, returns: bool) -> RegionRecompute:
         """Recompute in a `grad` of its own, which replaces the one that has ended."""
         level = push_grad()
         try:
