@@ -1,7 +1,8 @@
-"""Observers of the regions of single steps: what a step saves, and saved tensors that stay for a while."""
+"""Observers of the regions of single steps: what a step holds, and saved tensors that stay for a while."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -42,20 +43,28 @@ class Keeping(Observer):
             region.forget(_FORWARD)
 
 
-class Measuring(Keeping):
-    """Measures what autograd saves in one step, which it keeps: bytes of storages that were not there before.
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """The bytes of a step, each storage once.
 
     Attributes:
-        saved_bytes: These bytes.
-        reached: The tensors that the body reaches in other ways than by its arguments.
+        carry: Of the carry that it returns, without what it hands on of its own.
+        step: What autograd saves in it beyond what was there before, and beyond what the next step saves as well.
+        shared: The part of that which is the carry that it is given.
     """
+
+    carry: int
+    step: int
+    shared: int
+
+
+class Measuring(Keeping):
+    """Measures what one step holds; it keeps what autograd saves in the step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved: list[Tensor] = []  # kept until the end, so that no memory is used twice
+        self._saved: list[Tensor] = []
         self._before: list[Tensor] = []
-        self.reached: list[Tensor] = []
-        self.saved_bytes = 0
 
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
         """Note the inputs."""
@@ -64,19 +73,38 @@ class Measuring(Keeping):
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
         """Note a saved tensor."""
         super().saved(region, call, tensor)
-        (self._before if tensor.is_leaf and tensor.requires_grad else self._saved).append(tensor.detach())
+        self._saved.append(tensor.detach())
+        if tensor.is_leaf and tensor.requires_grad:
+            self._before.append(self._saved[-1])
 
     def ended(self, region: Region, call: int, output: object) -> None:
-        """Count, without what the body reaches."""
+        """Note what the body reaches."""
         super().ended(region, call, output)
-        self.reached = region.made[call].reached()
-        self.saved_bytes = new_bytes([*self._before, *self.reached], self._saved)
-        self._before.clear()
+        self._before += region.made[call].reached()
+
+    def end(self, given: list[Tensor], returned: list[Tensor]) -> StepBytes:
+        """Return the bytes, and let go of the tensors.
+
+        Args:
+            given: The carry that the step was given.
+            returned: The carry that it returned.
+        """
+        before, saved = _sizes(self._before), _sizes(self._saved)
+        carry = _sizes(returned)
+        shared = 0
+        for one, other in zip(given, returned, strict=True):
+            into, out = _sizes([one]), _sizes([other])
+            # A carry that is saved on its way out is there on the way in already.
+            if into.keys() <= saved.keys() and not out.keys() <= saved.keys():
+                shared += sum(out.values())
         self._saved.clear()
+        self._before.clear()
+        return StepBytes(
+            carry=sum(size for address, size in carry.items() if address not in before),
+            step=sum(size for address, size in saved.items() if address not in before) + shared,
+            shared=shared,
+        )
 
 
-def new_bytes(before: list[Tensor], after: list[Tensor]) -> int:
-    """Return the bytes of the storages of `after` that `before` does not share."""
-    shared = {storage.data_ptr() for storage in storages_in(before)}
-    found = {storage.data_ptr(): storage.nbytes() for storage in storages_in(after)}
-    return sum(size for address, size in found.items() if address not in shared)
+def _sizes(tensors: list[Tensor]) -> dict[int, int]:
+    return {storage.data_ptr(): storage.nbytes() for storage in storages_in(tensors)}

@@ -12,7 +12,7 @@ from torchremat.loops.forward import Body, Forward
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
 from torchremat.loops.stretches import Stretches
-from torchremat.loops.watching import Keeping, Measuring, new_bytes
+from torchremat.loops.watching import Keeping, Measuring, StepBytes
 from torchremat.regions.settings import Settings
 from torchremat.schedules.loops import LoopSchedule, with_store, within_bytes
 from torchremat.schedules.online import OnlineBorders
@@ -103,10 +103,10 @@ class Budgeted:
 
     Args:
         forward: Runs steps as regions.
-        follow: Returns the way for the other steps, given the bytes of a carry and what a step saves.
+        follow: Returns the way for the other steps, given the bytes of the first.
     """
 
-    def __init__(self, forward: Forward, follow: Callable[[int, int], Way]) -> None:
+    def __init__(self, forward: Forward, follow: Callable[[StepBytes], Way]) -> None:
         self._forward = forward
         self._follow = follow
         self._measuring = Measuring()
@@ -125,9 +125,9 @@ class Budgeted:
         forward, measuring = self._forward, self._measuring
         settings = replace(forward.settings, observer=measuring)
         output = forward.run(index, carry, tensors, in_slot=True, settings=settings)
-        given = [*tensors, *measuring.reached]
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
-        self._way = self._follow(new_bytes(given, following), measuring.saved_bytes)
+        if len(following) == len(tensors):  # else the check of the carry says so
+            self._way = self._follow(measuring.end(tensors, following))
         return output
 
 
@@ -152,8 +152,8 @@ def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: L
             request.on_schedule(schedule)
         return Online(forward, schedule.slots) if steps is None else Known(forward, schedule, store)
 
-    def within(carry_bytes: int, step_bytes: int) -> Way:
-        return follow(within_bytes(steps, carry_bytes, step_bytes, request.budget_bytes))
+    def within(found: StepBytes) -> Way:
+        return follow(within_bytes(steps, found.carry, found.step, request.budget_bytes, shared_bytes=found.shared))
 
     if request.slots is None:
         return Budgeted(forward, within)

@@ -3,9 +3,8 @@
 A loop is a chain of equal stages, and the schedules here are the trees that `persistent.py` finds for such a chain,
 without its tables. The state before step i is carry i. A slot holds one carry, and carry 0 takes a slot like any other.
 
-    first_borders(10, 3)    0         6     9          the carries that the forward leaves in slots
-                            |---------|-----|-|
-    backward                             9, then 6 to 8, then 0 to 5, each stretch with the slots that are free by then
+    first_borders(10, 3)    0       4     7     9     the carries 0, 4 and 7 are in slots after the forward
+    free slots in backward  |---2---|--1--|--0--|     steps 7 to 9 are taken back first, and free their slot
 
 Source: A. Griewank and A. Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000, equations 3 to 6. An advance is a
 run of a step for its output alone. The run of a step right before its backward, which keeps the saved tensors, is not
@@ -80,7 +79,7 @@ def first_borders(steps: int, slots: int) -> list[int]:
     """Return the carries that the first forward leaves in slots, in order; the first is carry 0.
 
     >>> first_borders(10, 3)
-    [0, 6, 9]
+    [0, 4, 7]
 
     Raises:
         ScheduleError: There are no steps, or no slot.

@@ -30,6 +30,7 @@ class LoopSchedule:
         period: A carry goes to a store after so many blocks; None without a store.
         carry_bytes: Of one carry, None if not measured.
         step_bytes: What autograd saves in one step, None if not measured.
+        shared_bytes: The part of that which is the step's carry, and in its slot if a block begins with the step.
     """
 
     steps: int | None
@@ -38,6 +39,7 @@ class LoopSchedule:
     period: int | None = None
     carry_bytes: int | None = None
     step_bytes: int | None = None
+    shared_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "slots", "block", "period"):
@@ -52,7 +54,7 @@ class LoopSchedule:
         """The most bytes that slots and recorded steps hold together, None if not measured."""
         if self.carry_bytes is None or self.step_bytes is None:
             return None
-        return self.slots * self.carry_bytes + self.block * self.step_bytes
+        return self.slots * self.carry_bytes + self.block * self.step_bytes - self.shared_bytes
 
     @property
     def recomputed_steps(self) -> int | None:
@@ -67,9 +69,10 @@ class LoopSchedule:
         if self.steps is None or self.period is not None:
             return None
         saved = self.saved_bytes
-        if saved is None or not (self.carry_bytes and self.step_bytes):
+        own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
+        if saved is None or not (self.carry_bytes and own_bytes):
             return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 else None
-        return least_recomputed(self.steps, self.carry_bytes, self.step_bytes, saved)
+        return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
 
     def borders(self) -> Borders:
         """Return where the first forward of a loop of known length leaves carries, and where it keeps its steps.
@@ -136,7 +139,9 @@ def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
     return recorded + block * (whole * advances(period, slots) + advances(rest, slots) - (rest - 1))
 
 
-def within_bytes(steps: int | None, carry_bytes: int, step_bytes: int, budget_bytes: int) -> LoopSchedule:
+def within_bytes(
+    steps: int | None, carry_bytes: int, step_bytes: int, budget_bytes: int, *, shared_bytes: int = 0
+) -> LoopSchedule:
     """Return the schedule of blocks and slots that runs the fewest steps again within a budget.
 
     Args:
@@ -144,21 +149,25 @@ def within_bytes(steps: int | None, carry_bytes: int, step_bytes: int, budget_by
         carry_bytes: Of one carry.
         step_bytes: What autograd saves in one step.
         budget_bytes: For carries in slots and recorded steps.
+        shared_bytes: The part of `step_bytes` which is the step's carry.
 
     Raises:
         BudgetError: It is below one carry and one step.
         ScheduleError: There are no steps.
     """
     carry_bytes = max(carry_bytes, 1)
+    budget_bytes += shared_bytes
     if budget_bytes < carry_bytes + step_bytes:
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} is below one step of the loop: a carry has "
-            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(step_bytes)} in a step. Smallest budget "
-            f"that works: {format_bytes(carry_bytes + step_bytes)}."
+            f"a budget of {format_bytes(budget_bytes - shared_bytes)} is below one step of the loop: a carry has "
+            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(step_bytes - shared_bytes)} beyond it. "
+            f"Smallest budget that works: {format_bytes(carry_bytes + step_bytes - shared_bytes)}."
         )
     if steps is None:
         slots = (budget_bytes - step_bytes) // carry_bytes
-        return LoopSchedule(steps=None, slots=slots, carry_bytes=carry_bytes, step_bytes=step_bytes)
+        return LoopSchedule(
+            steps=None, slots=slots, carry_bytes=carry_bytes, step_bytes=step_bytes, shared_bytes=shared_bytes
+        )
     root = isqrt(steps)
     # Of all blocks that divide the loop into as many, the shortest leaves the most bytes to slots.
     lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 1))}
@@ -168,7 +177,14 @@ def within_bytes(steps: int | None, carry_bytes: int, step_bytes: int, budget_by
         if (slots := min((budget_bytes - block * step_bytes) // carry_bytes, -(-steps // block))) > 0
     ]
     _, block, slots = min(found)
-    return LoopSchedule(steps=steps, slots=slots, block=block, carry_bytes=carry_bytes, step_bytes=step_bytes)
+    return LoopSchedule(
+        steps=steps,
+        slots=slots,
+        block=block,
+        carry_bytes=carry_bytes,
+        step_bytes=step_bytes,
+        shared_bytes=shared_bytes,
+    )
 
 
 def with_store(schedule: LoopSchedule, transfer_steps: float) -> LoopSchedule:
