@@ -89,13 +89,8 @@ def results(case, run):
     values = [loss.detach(), *(one.detach() for one in carry), body.norm.running_mean.clone()]
     if not loss.requires_grad:
         return values, body.runs.value
-    gradients = torch.autograd.grad(
-        loss,
-        leaves,
-        allow_unused=True,
-        create_graph=case["backward"] == "double",
-        retain_graph=case["backward"] != "once",
-    )
+    how = {"create_graph": case["backward"] == "double", "retain_graph": case["backward"] != "once"}
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, **how)
     if case["backward"] == "twice":
         gradients += torch.autograd.grad(loss, leaves, allow_unused=True)
     if case["backward"] == "double":

@@ -1,6 +1,7 @@
 """The closed forms, against the recurrence that they solve and the solver of chains."""
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -48,7 +49,7 @@ def walked(steps, slots):
         inside = [*first_borders(length, free), length]
         borders = max(borders, len(inside) - 1 + slots - free)
         # The last stretch has no advance of its own: this walk has ended at its last step.
-        for number, (begin, end) in enumerate(zip(inside, inside[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(inside)):
             if end == length:
                 if end - begin > 1:
                     stack.append((first + begin, end - begin - 1, free - number, False))
@@ -79,7 +80,7 @@ def tree_of(steps, slots):
     def nodes(first, end, free, is_held):
         borders = [*first_borders(end - first, free), end - first]
         made = []
-        for number, (begin, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+        for number, (begin, stop) in enumerate(pairwise(borders)):
             last = stop == end - first
             inner = (first + begin, first + stop, free - number)
             if last and stop - begin == 1:

@@ -111,9 +111,9 @@ def test_borders_with_a_store():
 
 
 def test_budgets_below_one_step():
-    with pytest.raises(BudgetError, match="a budget of 7 B .* a carry has 4 B, and autograd saves 4 B beyond it"):
+    with pytest.raises(BudgetError, match=r"a budget of 7 B .* a carry has 4 B, and autograd saves 4 B beyond it"):
         within_bytes(10, 4, 4, 7)
-    with pytest.raises(BudgetError, match="a budget of 7 B .* 4 B beyond it.* Smallest budget that works: 8 B"):
+    with pytest.raises(BudgetError, match=r"a budget of 7 B .* 4 B beyond it.* Smallest budget that works: 8 B"):
         within_bytes(10, 4, 6, 7, shared_bytes=2)
 
 

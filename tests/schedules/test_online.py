@@ -38,7 +38,7 @@ def test_what_is_dropped_is_what_the_lengths_say():
 
 
 def test_two_slots_allow_no_better_rule_than_1_17():
-    """All rules: the second carry stays, or is replaced by the newest. Of 15 steps, no rule is below for every length."""
+    """All rules: the second carry stays, or the newest replaces it. None is below for all lengths up to 15."""
 
     def ratio(border, steps):
         return runs([border, steps - border], 2) / (advances(steps, 2) + steps)

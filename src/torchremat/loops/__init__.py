@@ -12,5 +12,5 @@ watching.py    what one step saves, and what the last one keeps
 forward.py     steps as regions
 requests.py    what the caller asks for
 ways.py        plainly, with a known length, with one that is not known, within a budget
-loop.py        the function that users call
+running.py     the function that users call
 """

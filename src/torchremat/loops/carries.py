@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torchremat.regions.slots import Key
 
 
-class Step:
+class LoopStep:
     """A step that has run: its region, and the carry that it was given."""
 
     __slots__ = ("carry", "region")
@@ -60,7 +60,7 @@ class Carry:
 
     __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "key", "places", "step", "waiting")
 
-    def __init__(self, index: int, step: Step | None) -> None:
+    def __init__(self, index: int, step: LoopStep | None) -> None:
         self.index = index
         self.step = step
         self.held: list[HeldTensor] | None = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import CarriedInput, Carry, Step
+from torchremat.loops.carries import CarriedInput, Carry, LoopStep
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import Stretches
 from torchremat.regions.region import Region
@@ -40,7 +40,7 @@ class Forward:
         self.stretches = stretches
         self.settings = settings
         self.is_transformed = is_transformed()
-        self.previous: Step | None = None
+        self.previous: LoopStep | None = None
         self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
 
     def run_plainly(self, index: int, carry: object) -> object:
@@ -95,7 +95,7 @@ class Forward:
         finally:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
-            self.previous = Step(region, here) if region.made else None
+            self.previous = LoopStep(region, here) if region.made else None
 
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, Step
+from torchremat.loops.carries import Carry, LoopStep
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import next_border
@@ -89,7 +89,7 @@ class Stretches:
         if carry.is_here:
             carry.wait(self._tensors(carry))
             return
-        path: list[Step] = []
+        path: list[LoopStep] = []
         start = carry
         while not start.is_here:
             if start.step is None:

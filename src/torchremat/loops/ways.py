@@ -28,7 +28,7 @@ class Way(Protocol):
         ...
 
 
-class Plain:
+class PlainWay:
     """Runs every step as it is."""
 
     def __init__(self, body: Body, slices: Slices) -> None:
@@ -40,7 +40,7 @@ class Plain:
         return self.body(carry, self.slices.at(index))
 
 
-class Known:
+class KnownWay:
     """Runs the steps of a loop whose length is known.
 
     Args:
@@ -69,7 +69,7 @@ class Known:
         return self._forward.run(index, carry, tensors, in_slot=index in borders.in_slots)
 
 
-class Online:
+class OnlineWay:
     """Runs the steps of a loop that ends when its condition says so.
 
     Args:
@@ -98,7 +98,7 @@ class Online:
         return self._forward.run(index, carry, tensors, in_slot=in_slot, settings=self._settings)
 
 
-class Budgeted:
+class BudgetedWay:
     """Measures the first step, and runs the others as the budget allows.
 
     Args:
@@ -119,7 +119,7 @@ class Budgeted:
             BudgetError: The first step does not fit.
         """
         if self._way is not None:
-            if index == 1 and not (isinstance(self._way, Known) and self._way.keeps_all):
+            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_all):
                 self._measuring.let_go()
             return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
@@ -150,11 +150,11 @@ def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: L
             schedule = with_store(schedule, request.transfer_steps)
         if request.on_schedule is not None:
             request.on_schedule(schedule)
-        return Online(forward, schedule.slots) if steps is None else Known(forward, schedule, store)
+        return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, store)
 
     def within(found: StepBytes) -> Way:
         return follow(within_bytes(steps, found.carry, found.step, request.budget_bytes, shared_bytes=found.shared))
 
     if request.slots is None:
-        return Budgeted(forward, within)
+        return BudgetedWay(forward, within)
     return follow(LoopSchedule(steps=steps, slots=request.slots))

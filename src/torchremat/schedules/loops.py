@@ -14,6 +14,18 @@ from torchremat.errors import BudgetError, ScheduleError
 from torchremat.schedules.binomial import advances, first_borders
 from torchremat.tensors.sizes import format_bytes
 
+# NOTE [ The bound ]
+#
+# From a schedule of n steps leave out those that run again more than q times. A schedule of the others remains, within
+# the same bytes. So they are at most A(m, q), the most steps that can be taken back with m bytes and q repeats, and the
+# steps that run again are in all at least the sum of n - A(m, q) over q. With c bytes for a carry and s for a step
+#
+#     A(m, 0) = m // s
+#     A(m, q) = max(1 + A(m - s, q),                   the first step is recorded
+#                   H(m - c, q) + A(m - c, q))         its carry is held, up to some later step
+#     H(m, q) = max(H(m, q - 1) + A(m, q - 1),         that stretch runs again, while the carry stays
+#                   1 + A(m + c - s, q - 1))           or the first step, recorded, takes the place of the carry
+
 # Rounding sizes for the bound to this many units loses less than a percent of it.
 _UNITS = 512
 _MOST_REPEATS = 64

@@ -12,7 +12,7 @@ from torchremat.loops.forward import Body
 from torchremat.loops.outputs import stacked
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
-from torchremat.loops.ways import Plain, way_of
+from torchremat.loops.ways import PlainWay, way_of
 from torchremat.regions.decisions import Policy
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
@@ -108,7 +108,7 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
         raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")
     checks, slices = CarryCheck(carry), Slices(xs)
     steps = request.steps(slices.length)
-    way = Plain(body, slices)
+    way = PlainWay(body, slices)
     if makes_regions():
         way = way_of(body, slices, len(checks.tensors), steps, request, settings)
     outputs: list[object] = []
