@@ -134,4 +134,4 @@ def test_random_loops(case):
     assert len(found) == len(plain)
     for one, other in zip(found, plain, strict=True):
         assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))  # a random body may overflow

@@ -35,9 +35,12 @@ class Keeping(Observer):
         region.kept_for = _FORWARD
         self._region = ref(region)
 
+    def _region_alive(self) -> Region | None:
+        return None if self._region is None else self._region()
+
     def let_go(self) -> None:
         """Drop the saved tensors of the step that ran last."""
-        region = None if self._region is None else self._region()
+        region = self._region_alive()
         if region is not None:
             region.kept_for = None
             region.forget(_FORWARD)
@@ -51,11 +54,13 @@ class StepBytes:
         carry: Of the carry that it returns, without what it hands on of its own.
         step: What autograd saves in it beyond what was there before, and beyond what the next step saves as well.
         shared: The part of that which is the carry that it is given.
+        state: Of the states of generators that it drew from, which every step keeps for itself.
     """
 
     carry: int
     step: int
     shared: int
+    state: int
 
 
 class Measuring(Keeping):
@@ -99,10 +104,12 @@ class Measuring(Keeping):
                 shared += sum(out.values())
         self._saved.clear()
         self._before.clear()
+        region = self._region_alive()
         return StepBytes(
             carry=sum(size for address, size in carry.items() if address not in before),
             step=sum(size for address, size in saved.items() if address not in before) + shared,
             shared=shared,
+            state=0 if region is None else sum(one.nbytes for one in region.made[0].generators.values()),
         )
 
 

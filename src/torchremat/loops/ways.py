@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from torchremat.errors import BudgetError
 from torchremat.loops.forward import Body, Forward
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
@@ -17,6 +18,7 @@ from torchremat.regions.settings import Settings
 from torchremat.schedules.loops import LoopSchedule, with_store, within_bytes
 from torchremat.schedules.online import OnlineBorders
 from torchremat.stores.offloading import Offload, offload
+from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.structure import tensors_in
 
 
@@ -153,7 +155,13 @@ def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: L
         return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, store)
 
     def within(found: StepBytes) -> Way:
-        return follow(within_bytes(steps, found.carry, found.step, request.budget_bytes, shared_bytes=found.shared))
+        budget_bytes = request.budget_bytes - (steps or 0) * found.state
+        if budget_bytes < 1:
+            raise BudgetError(
+                f"a budget of {format_bytes(request.budget_bytes)} is below what {steps} steps keep of the generators "
+                f"that they draw from, {format_bytes(found.state)} each."
+            )
+        return follow(within_bytes(steps, found.carry, found.step, budget_bytes, shared_bytes=found.shared))
 
     if request.slots is None:
         return BudgetedWay(forward, within)
