@@ -31,6 +31,7 @@ LADDER = [
     "views",
     "measuring",
     "schedules",
+    "loops",
     "pipeline",
     "planning",
     "stages",

@@ -38,6 +38,10 @@ NAMES = (
     "two_optimizers",
     "two_processes",
     "pipeline",
+    "long_sequence",
+    "neural_ode",
+    "guided_sampler",
+    "inner_steps",
 )
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

@@ -33,6 +33,7 @@ from torchremat.errors import (
     WrapError,
 )
 from torchremat.interop.installing import Installation, install, uninstall
+from torchremat.loops.running import loop
 from torchremat.measuring.freeing import Freed
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
@@ -60,6 +61,7 @@ from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing,
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
 from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.schedules.loops import LoopSchedule
 from torchremat.stores import codecs
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.disk import Disk
@@ -95,6 +97,7 @@ __all__ = [
     "Host",
     "Installation",
     "Keep",
+    "LoopSchedule",
     "Measurement",
     "MutationError",
     "Offload",
@@ -139,6 +142,7 @@ __all__ = [
     "install",
     "is_checkpointing",
     "is_recomputing",
+    "loop",
     "measure",
     "name",
     "offload",

@@ -28,6 +28,7 @@ from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.structure import tensors_in
 
 # What a call runs: the user's function, or a wrapper of ours around it. A recompute runs the same body as the forward,
 # so a body must look up nothing that may have changed since.
@@ -168,6 +169,10 @@ class Call:
             self.generators = generator_states(devices, self.world.generators)
         if entries:
             self.captured = Captured()
+
+    def reached(self) -> list[Tensor]:
+        """Return the tensors that the call reaches in other ways than by its arguments."""
+        return self.world.tensors() if self.cells is None else tensors_in(self.cells[1])
 
     def settle(self) -> None:
         """Keep only state that the call has changed."""

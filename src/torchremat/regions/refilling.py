@@ -21,6 +21,7 @@ from torchremat.regions.values import ValueCheck
 from torchremat.state.reading import WrittenTensors
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
+from torchremat.tensors.structure import join, split
 from torchremat.tensors.versioned import Versioned
 
 # NOTE [ What is written after it was saved ]
@@ -36,6 +37,9 @@ from torchremat.tensors.versioned import Versioned
 # NOTE [ What is saved without being read ]
 # Autograd saves an operator's inputs before the operator runs. A recompute that stops there has read nothing, and the
 # mode that detects reads of written tensors has not seen it: so saved tensors are checked as well.
+
+
+_TO_THE_END = -2  # no save has this number
 
 
 class Stop(BaseException):
@@ -55,11 +59,13 @@ class Refill:
         key: The owner of the tensors; None if a tensor is asked for outside any backward.
         only: The number of the one slot that is asked for; None for all that are alive.
         detached: How a tensor loses its graph.
+        returns: Whether the calls run to their end, for the output of the last one.
 
     Attributes:
         task: The owner, if it is a backward whose graph is not retained.
         needed: The number of the last save that is needed, -1 if none is.
-        last: The save to stop at; -2 to run to the end.
+        last: The save to stop at.
+        output: The output of the last call without its graph, if it is wanted.
         count: How many tensors have been saved.
         is_stopped: Whether nothing more is needed.
         difference: The first difference that was found.
@@ -88,7 +94,9 @@ class Refill:
         "last",
         "needed",
         "only",
+        "output",
         "recording",
+        "returns",
         "task",
         "written",
     )
@@ -101,6 +109,8 @@ class Refill:
         key: Key | None,
         only: int | None,
         detached: Callable[[Tensor], Tensor] = Tensor.detach,
+        *,
+        returns: bool = False,
     ) -> None:
         self.recording = recording
         self.key = key
@@ -116,6 +126,10 @@ class Refill:
         self.given: list[UntypedStorage] = []
         if not settings.early_stop or recording.fresh:
             self.last = self._last()
+        self.returns = returns
+        if returns:
+            self.last = _TO_THE_END
+        self.output: object = None
         self.count = 0
         self.keeps = recording.runs_backward
         self._metadata = recording.metadata if settings.check != "none" else None
@@ -210,9 +224,17 @@ class Refill:
         """Release the region. See NOTE [ What a recompute leaves behind ], 2."""
         del self.recording, self.key
 
+    def returned(self, output: object) -> None:
+        """Take the output of the last call, if it is wanted."""
+        if self.returns:
+            found: list[Tensor] = []
+            template = split(output, found, [])
+            # Without its graph, whose hooks refer to this object.
+            self.output = join(template, [self._detached(one) for one in found])
+
     def _last(self) -> int:
         if not self._early_stop and not self.recording.is_running:
-            return -2
+            return _TO_THE_END
         last = self.needed
         while self._fresh and self._may_be_filled_later(last):
             last += 1

@@ -245,15 +245,14 @@ class Region(Recomputable):
                     return slot.tensor  # see `unpack` in hooks.py; most regions are asked for the first time here
             return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
 
-    def _recompute_for(self, key: Key, index: int) -> None:
+    def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> Refill:
         session = key if isinstance(key, Session) else None
         if key in self.waiting.owners and (session is None or not session.dropped_too_early()):
-            self._recompute(key, index)
-            return
+            return self._recompute(key, index)
         try:
             if session is not None:
                 session.recomputing(self)
-            self._recompute(key, None)
+            done = self._recompute(key, None, returns=returns)
         except BaseException:
             self.forget(key)
             raise
@@ -262,6 +261,7 @@ class Region(Recomputable):
             session.owns(self)
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
+        return done
 
     def recompute_for(self, key: Key) -> bool:
         """Recompute ahead of any gradient for a session or the running backward; return whether it was necessary.
@@ -293,6 +293,21 @@ class Region(Recomputable):
         """
         self._recompute(None, -1, explains=False)  # no saved tensor has this number
 
+    def advance(self, key: Key | None) -> object:
+        """Run the calls to their end once more and return the output of the last, without its graph.
+
+        Args:
+            key: The owner of the saved tensors, which then wait in their slots; None to keep none of them.
+
+        Raises:
+            CheckpointError: The recompute differs from the forward.
+            MutationError: An input or parameter was changed in place since the forward.
+        """
+        with self._lock:
+            if key is None or key in self.waiting.owners:
+                return self._recompute(None, -1, returns=True).output
+            return self._recompute_for(key, -1, returns=True).output
+
     def abandon(self) -> None:
         """Release everything that is needed to run again, since no backward will run.
 
@@ -320,14 +335,14 @@ class Region(Recomputable):
             region.recording.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Refill:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False) -> Refill:
         if self.recording.is_running:
             self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
         # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
         log = log_of(self.recording, self.recording.calls[-1]) if self.settings.debug else None
-        refill = Refill(self.recording, self.settings, self.slots, key, only, self.detached)
+        refill = Refill(self.recording, self.settings, self.slots, key, only, self.detached, returns=returns)
         observer = self.settings.observer
         observed = None if observer is None else (self, observer)
         recompute = RegionRecompute(refill, log, observed=observed)

@@ -145,7 +145,7 @@ class _TransformedRegion(Region):
             _refuse(self._name_at(slot.index), self._transforms)
         return super().unpack(slot)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Refill:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False) -> Refill:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
@@ -159,20 +159,20 @@ class _TransformedRegion(Region):
             if self._is_dual and not has_dual_level():
                 stack.enter_context(forward_ad.dual_level())
             again = self._recompute_again if over else super()._recompute
-            found = again(key, only, explains=explains)
+            found = again(key, only, explains=explains, returns=returns)
         if key is not None:
             for index in self._lower:
                 if (slot := self.slots[index]()) is not None:
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> Refill:
+    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool, returns: bool) -> Refill:
         """Recompute in a `grad` of its own, which replaces the one that has ended."""
         level = push_grad()
         try:
             for call in self.recording.calls:
                 call.world.replace(lambda tensor: _revived(tensor, level))
-            return super()._recompute(key, only, explains=explains)
+            return super()._recompute(key, only, explains=explains, returns=returns)
         except CheckpointError:
             raise UnsupportedError(
                 f"{self.recording.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute "

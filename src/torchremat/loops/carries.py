@@ -1,0 +1,117 @@
+"""The state between two steps of a loop, and how it comes back.
+
+NOTE [ What a loop is made of ]
+
+Each step is a region, and the loop is what is around them: the inputs of a step's region are saved tensors of the loop
+(Rule 2), which holds some of them and recomputes the others.
+
+    carry 0 ── step 0 ── carry 1 ── step 1 ── carry 2 ── step 2 ── carry 3
+    in a slot  region     dropped   region    in a slot   region
+
+ 1. A carry in a slot is held as any input of a region is: through the hooks around the loop, if there are any. Between
+    two carries in slots lies one stretch of steps, which is recomputed from its first carry as a region would be. To
+    drop a carry joins two stretches, to keep one divides a stretch, in the forward as in a recompute. So the tree of
+    stretches is the tree of nested regions of the schedule, and no call and no frame nests with it.
+ 2. A dropped carry owns the step before it, that step's region its inputs, and so on to a carry in a slot. Nothing else
+    owns them: when autograd frees the last slot of a region, and no later carry needs the step, all of it is freed.
+ 3. Slots that are free by then hold carries that the recompute of a stretch comes by. They belong to one backward or
+    session (Rule 4), and go earlier when there is no room for a carry before them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchremat.tensors.held import HeldTensor
+
+if TYPE_CHECKING:
+    from torchremat.loops.stretches import Stretches
+    from torchremat.regions.region import Region
+    from torchremat.regions.slots import Key
+
+
+class LoopStep:
+    """A step that has run: its region, and the carry that it was given."""
+
+    __slots__ = ("carry", "region")
+
+    def __init__(self, region: Region, carry: Carry) -> None:
+        self.region = region
+        self.carry = carry
+
+
+class Carry:
+    """The state that a step is given. See NOTE [ What a loop is made of ].
+
+    Args:
+        index: The number of that step.
+        step: The step before, None for the carry that the loop is given.
+
+    Attributes:
+        held: Its tensors since the forward, if it is in a slot.
+        is_stored: Whether these are in a store, and take no slot.
+        kept: Its tensors in a backward, if it is in a slot, and while the step runs for the first time.
+        key: That backward, or session.
+        places: Which of its tensors the region of the step asks for: others it holds by itself, or twice.
+        waiting: Its tensors on their way to that region; each is taken once.
+    """
+
+    __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "key", "places", "step", "waiting")
+
+    def __init__(self, index: int, step: LoopStep | None) -> None:
+        self.index = index
+        self.step = step
+        self.held: list[HeldTensor] | None = None
+        self.is_stored = False
+        self.kept: list[Tensor] | None = None
+        self.key: Key | None = None
+        self.places: list[int] = []
+        self.waiting: dict[int, Tensor] = {}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it need not be recomputed."""
+        return self.kept is not None or self.held is not None
+
+    @property
+    def takes_slot(self) -> bool:
+        """Whether its tensors are in memory."""
+        return self.kept is not None or (self.held is not None and not self.is_stored)
+
+    def keep(self, tensors: list[Tensor], key: Key | None) -> None:
+        """Take a slot in a backward or session."""
+        self.kept = tensors
+        self.key = key
+
+    def forget(self) -> None:
+        """Leave the slot that a backward or session has given."""
+        self.kept = self.key = None
+
+    def drop(self) -> None:
+        """Free its slot, if it can be recomputed."""
+        if self.step is None:
+            return
+        self.forget()
+        if not self.is_stored:
+            self.held = None
+
+    def wait(self, tensors: list[Tensor]) -> None:
+        """Let tensors wait for the region of the step."""
+        self.waiting = {place: tensors[place] for place in self.places}
+
+
+class CarriedInput:
+    """What the region of a step holds in place of a tensor of its carry: the number `place` there."""
+
+    __slots__ = ("carry", "place", "stretches")
+
+    def __init__(self, stretches: Stretches, carry: Carry, place: int) -> None:
+        self.stretches = stretches
+        self.carry = carry
+        self.place = place
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, after recomputing the stretch up to the carry if it is not in a slot."""
+        return self.stretches.input_of(self.carry, self.place)

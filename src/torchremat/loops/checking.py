@@ -1,0 +1,93 @@
+"""What the body of a loop may return, and may not do to its carry."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from torchremat.errors import MutationError, UnsupportedError
+from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.structure import Leaf, leaves_of, place_of, same_structure, split
+
+
+class CarryCheck:
+    """The form of the carry that a loop is given, which every step has to return.
+
+    Args:
+        carry: The carry.
+
+    Attributes:
+        tensors: The tensors of the carry that was checked last.
+
+    Raises:
+        UnsupportedError: Something in it is not a tensor, or it has none.
+    """
+
+    def __init__(self, carry: object) -> None:
+        self.tensors: list[Tensor] = []
+        self._template = split(carry, self.tensors, [])
+        for place, leaf in leaves_of(self._template, "carry"):
+            if not isinstance(leaf, Leaf) and leaf is not None:
+                raise UnsupportedError(
+                    f"loop: {place} is {leaf!r}; a carry has tensors, or None. Make a number a tensor, and let the "
+                    "body close over all that does not change."
+                )
+        if not self.tensors:
+            raise UnsupportedError("loop: the carry has no tensor.")
+        self._form = [_form(one) for one in self.tensors]
+        self._versions = [version_of(one) for one in self.tensors]
+
+    def check(self, index: int, output: object) -> tuple[object, object]:
+        """Return the next carry and the output of a step.
+
+        Raises:
+            UnsupportedError: The body did not return both, or the carry has another form.
+            MutationError: The step wrote to its carry in place.
+        """
+        where = f"loop, step {index}"
+        if not isinstance(output, tuple) or len(cast("tuple[object, ...]", output)) != 2:
+            raise UnsupportedError(
+                f"{where}: the body has to return the next carry and an output (or None), a tuple of two; it returned "
+                f"{type(cast('object', output)).__name__}."
+            )
+        carry, y = cast("tuple[object, object]", output)
+        for place, (tensor, then) in enumerate(zip(self.tensors, self._versions, strict=True)):
+            if version_of(tensor) != then:
+                raise MutationError(
+                    f"{where}: the body wrote `{self._name(place)}` in place. A recompute would begin with what it "
+                    "wrote. Write out of place, or to a clone."
+                )
+        tensors: list[Tensor] = []
+        template = split(carry, tensors, [])
+        if not same_structure(self._template, template):
+            raise UnsupportedError(
+                f"{where}: the body returned a carry of another structure: {_places(template)}, where the loop was "
+                f"given {_places(self._template)}."
+            )
+        for place, (tensor, then) in enumerate(zip(tensors, self._form, strict=True)):
+            now = _form(tensor)
+            if now != then:
+                raise UnsupportedError(
+                    f"{where}: the body changed `{self._name(place)}`: {_words(now)}, where the loop was given "
+                    f"{_words(then)}. A carry keeps its shapes, dtypes and devices."
+                )
+        self.tensors = tensors
+        self._versions = [version_of(one) for one in tensors]
+        return carry, y
+
+    def _name(self, place: int) -> str:
+        return f"carry{place_of(self._template, place)}"
+
+
+def _form(tensor: Tensor) -> Metadata:
+    return (*metadata_of(tensor)[:3], tensor.layout)
+
+
+def _words(form: Metadata) -> str:
+    return f"shape {tuple(form[0])}, {form[1]}, {form[2]}"
+
+
+def _places(template: object) -> str:
+    places = [place for place, leaf in leaves_of(template, "carry") if isinstance(leaf, Leaf)]
+    return ", ".join(places) or "no tensor"

@@ -1,0 +1,118 @@
+"""Loops whose steps are recomputed in backward, within a number of slots or a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from torchremat._compat.graphs import outside_graphs
+from torchremat.errors import UnsupportedError
+from torchremat.loops.checking import CarryCheck
+from torchremat.loops.forward import Body
+from torchremat.loops.outputs import stacked
+from torchremat.loops.requests import LoopRequest
+from torchremat.loops.slices import Slices
+from torchremat.loops.ways import PlainWay, way_of
+from torchremat.regions.decisions import Policy
+from torchremat.regions.settings import Check, Settings
+from torchremat.regions.threads import makes_regions
+from torchremat.schedules.loops import LoopSchedule
+from torchremat.tensors.handles import Store
+
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+def loop(
+    body: Callable[[C, X], tuple[C, Y]],
+    carry: C,
+    xs: X | None = None,
+    *,
+    length: int | None = None,
+    condition: Callable[[C], object] | None = None,
+    max_length: int | None = None,
+    slots: int | None = None,
+    budget: int | str | None = None,
+    stores: Sequence[Store] = (),
+    transfer_steps: float = 1.0,
+    check: Check = "metadata",
+    check_every: int = 1,
+    guard: Sequence[object] = (),
+    policy: Policy | None = None,
+    on_schedule: Callable[[LoopSchedule], object] | None = None,
+) -> tuple[C, Y]:
+    """Run `carry, y = body(carry, x)` for each slice `x` of `xs`; return the last carry and the stacked outputs.
+
+    The backward recomputes the steps, from carries that are kept in `slots`, with the fewest steps run again; gradients
+    are those of the plain loop, bit for bit. The body is any function; modules and tensors that it uses are found as by
+    `checkpoint`. Without grad mode it is the plain loop.
+
+    >>> import torch
+    >>> w = torch.tensor(0.5, requires_grad=True)
+    >>> last, partial = loop(lambda h, x: (h * w + x, h), torch.zeros(()), torch.ones(3), slots=2)
+    >>> last
+    tensor(1.7500, grad_fn=<AddBackward0>)
+    >>> partial
+    tensor([0.0000, 1.0000, 1.5000], grad_fn=<StackBackward0>)
+    >>> last.backward()
+    >>> w.grad  # the derivative of w² + w + 1
+    tensor(2.)
+
+    Args:
+        body: From a carry and a slice to the next carry, of the same structure, shapes and dtypes, and an output.
+        carry: Any nesting of tensors.
+        xs: Any nesting of tensors, which are sliced along their first dimension; None if nothing is scanned.
+        length: The number of steps, if `xs` does not say it.
+        condition: Of the carry: whether another step runs. The length is then not known before the loop ends, and
+            carries are kept or dropped as it goes on. Takes the place of `xs` and `length`.
+        max_length: How many steps a loop with a `condition` may run.
+        slots: How many carries are in memory at a time, the first one included.
+        budget: Instead of slots: bytes for the carries and for the saved tensors of the steps that are recorded at
+            once, as an int or like `"2GiB"`. Both are measured in the first step.
+        stores: Where carries wait beyond the slots, at a fixed period: `torchremat.Disk()`.
+        transfer_steps: How long it takes to write a carry and to read it, in steps: a longer time, a longer period.
+        check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
+        check_every: As for `checkpointed`.
+        guard: As for `checkpointed`.
+        policy: As for `checkpointed`: what is kept of every step.
+        on_schedule: Is told the schedule when it is known.
+
+    Returns:
+        The last carry, and the outputs with a first dimension for the steps; None if there are none.
+
+    Raises:
+        BudgetError: The budget is below one step.
+        MutationError: The body wrote to its carry in place; in backward: it read what was written since.
+        UnsupportedError: The body returns a carry of another form, or the loop has no step, none that is its last, or
+            options that contradict each other.
+    """
+    request = LoopRequest(
+        length=length,
+        condition=condition,
+        max_length=max_length,
+        slots=slots,
+        budget=budget,
+        stores=tuple(stores),
+        transfer_steps=transfer_steps,
+        on_schedule=on_schedule,
+    )
+    settings = Settings(check=check, check_every=check_every, guard=guard, policy=policy)
+    # The types of the arguments are those of the results.
+    return cast("tuple[C, Y]", _run(body, carry, xs, request, settings))
+
+
+@outside_graphs
+def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: Settings) -> tuple[object, object]:
+    if not callable(body):
+        raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")
+    checks, slices = CarryCheck(carry), Slices(xs)
+    steps = request.steps(slices.length)
+    way = PlainWay(body, slices)
+    if makes_regions():
+        way = way_of(body, slices, len(checks.tensors), steps, request, settings)
+    outputs: list[object] = []
+    while request.goes_on(len(outputs), steps, carry):
+        carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))
+        outputs.append(output)
+    return carry, stacked(outputs)

@@ -1,0 +1,170 @@
+"""The carries of one loop: which are in a slot, and the recompute of the others."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import cast
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from torchremat._compat.autograd import at_end_of_backward
+from torchremat.errors import CheckpointError, bug
+from torchremat.loops.carries import Carry, LoopStep
+from torchremat.loops.keys import current_key
+from torchremat.regions.slots import Key
+from torchremat.schedules.binomial import next_border
+from torchremat.tensors.structure import tensors_in
+
+# `threading.RLock` is a function that calls it.
+_Lock = type(threading.RLock())
+
+
+class Stretches:
+    """The carries of one loop.
+
+    Args:
+        width: The number of tensors in a carry.
+
+    Attributes:
+        slots: How many carries are in memory at a time, at least 1.
+        block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
+            only at the beginning of a block.
+        advances: How many steps have run in recomputes for the next carry alone.
+    """
+
+    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "advances", "block", "slots", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.slots = 1
+        self.block = 1
+        self.advances = 0
+        self._carries: list[ReferenceType[Carry]] = []  # those in slots, in the order of the steps
+        self._key: Key | None = None  # the backward or session that has recomputed last
+        self._lock = _Lock()
+
+    def add(self, carry: Carry) -> None:
+        """Note that a carry is in a slot from now on, the last one so far."""
+        self._carries.append(ref(carry))
+
+    def _put(self, carry: Carry) -> None:
+        """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
+        inside = self._in_slots()
+        while len(inside) >= self.slots and inside[-1].index > carry.index:
+            inside.pop().drop()
+        place = len(inside)
+        while place and inside[place - 1].index > carry.index:
+            place -= 1
+        if not (place and inside[place - 1] is carry):
+            inside.insert(place, carry)
+        self._carries = [ref(one) for one in inside]
+
+    def drop(self, place: int) -> None:
+        """Free the slot of a carry, given its number among those in slots."""
+        self._in_slots()[place].drop()
+
+    def _in_slots(self) -> list[Carry]:
+        alive = [one() for one in self._carries]
+        return [one for one in alive if one is not None and one.takes_slot]
+
+    # -------------------------------------------------------------------------------------------------- recompute
+
+    def input_of(self, carry: Carry, place: int) -> Tensor:
+        """Return a tensor of a carry for the region of its step.
+
+        Raises:
+            CheckpointError: A step before it differs from its forward.
+            MutationError: An input or parameter was changed in place since.
+        """
+        with self._lock:
+            if place not in carry.waiting:
+                self._bring(carry)
+            return carry.waiting.pop(place)
+
+    def _bring(self, carry: Carry) -> None:
+        """Let the tensors of a carry wait, after recomputing the stretch that ends with it if necessary."""
+        self._begin(current_key())
+        if carry.is_here:
+            carry.wait(self._tensors(carry))
+            return
+        path: list[LoopStep] = []
+        start = carry
+        while not start.is_here:
+            if start.step is None:
+                raise bug(f"carry {start.index} is neither in a slot nor made by a step")
+            path.append(start.step)
+            start = start.step.carry
+        tensors = self._tensors(start)
+        border = self._next(start.index, carry.index)
+        began = carry.index // self.block * self.block  # from here on steps are recorded
+        while path:
+            step = path.pop()
+            here = step.carry
+            here.wait(tensors)
+            del tensors
+            try:
+                records = self._key if here.index >= began else None
+                self.advances += records is None
+                output = step.region.advance(records)
+            finally:
+                here.waiting.clear()
+            # The body of a step returns the next carry first.
+            tensors = tensors_in(cast("tuple[object, object]", output)[0])
+            del output
+            if len(tensors) != self.width:
+                raise CheckpointError(
+                    f"step {here.index} of a loop returned a carry of {len(tensors)} tensors in its recompute, and of "
+                    f"{self.width} in its forward."
+                )
+            if border is not None and here.index + 1 == border:
+                following = path[-1].carry if path else carry
+                following.keep(tensors, self._key)
+                self._put(following)
+                border = self._next(border, carry.index)
+        carry.wait(tensors)
+
+    def _begin(self, key: Key | None) -> None:
+        """Let a backward or session recompute, after dropping what another one has left."""
+        if key == self._key:
+            return
+        self._key = key
+        self._forget_all_but(key)
+        if isinstance(key, int):
+            at_end_of_backward(partial(_end, ref(self)))
+
+    def end(self) -> None:
+        """Drop what the backward that has ended leaves: of a retained graph, as the rest is gone with the graph."""
+        with self._lock:
+            self._key = None
+            self._forget_all_but(None)
+
+    def _forget_all_but(self, key: Key | None) -> None:
+        for one in self._in_slots():
+            if one.key != key:
+                one.forget()
+
+    def _tensors(self, carry: Carry) -> list[Tensor]:
+        if carry.kept is not None:
+            return carry.kept
+        assert carry.held is not None
+        tensors = [one.unpack() for one in carry.held]
+        if any(one.is_hooked for one in carry.held):
+            # A region around the loop gives each of its saved tensors once in a backward, and a store copies.
+            carry.keep(tensors, self._key)
+            self._put(carry)
+        return tensors
+
+    def _next(self, first: int, last: int) -> int | None:
+        """Return the next carry to put into a slot in a recompute, from the one of `first` up to that of `last`."""
+        free = self.slots - sum(one.index <= first for one in self._in_slots())
+        blocks = last // self.block - first // self.block + 1
+        length = next_border(blocks, max(free, 0) + 1)
+        return None if length is None else (first // self.block + length) * self.block
+
+
+def _end(stretches: ReferenceType[Stretches]) -> None:
+    alive = stretches()
+    if alive is not None:
+        alive.end()

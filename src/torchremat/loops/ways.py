@@ -1,0 +1,168 @@
+"""The ways in which the steps of a loop run: plainly, with a known length, and with one that is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from torchremat.errors import BudgetError
+from torchremat.loops.forward import Body, Forward
+from torchremat.loops.requests import LoopRequest
+from torchremat.loops.slices import Slices
+from torchremat.loops.stretches import Stretches
+from torchremat.loops.watching import Keeping, Measuring, StepBytes
+from torchremat.regions.settings import Settings
+from torchremat.schedules.loops import LoopSchedule, with_store, within_bytes
+from torchremat.schedules.online import OnlineBorders
+from torchremat.stores.offloading import Offload, offload
+from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.structure import tensors_in
+
+
+class Way(Protocol):
+    """Runs the steps of a loop in order."""
+
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output, given its carry and the tensors in it."""
+        ...
+
+
+class PlainWay:
+    """Runs every step as it is."""
+
+    def __init__(self, body: Body, slices: Slices) -> None:
+        self.body = body
+        self.slices = slices
+
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output."""
+        return self.body(carry, self.slices.at(index))
+
+
+class KnownWay:
+    """Runs the steps of a loop whose length is known.
+
+    Args:
+        forward: Runs steps as regions.
+        schedule: What is kept where.
+        store: Where carries wait beyond the slots.
+
+    Attributes:
+        keeps_all: Whether autograd keeps the saved tensors of all steps.
+    """
+
+    def __init__(self, forward: Forward, schedule: LoopSchedule, store: Offload | None) -> None:
+        forward.stretches.slots, forward.stretches.block = schedule.slots, schedule.block
+        self._forward = forward
+        self._borders = schedule.borders()
+        self._store = store
+        self.keeps_all = self._borders.kept_from == 0
+
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output."""
+        borders = self._borders
+        if index >= borders.kept_from:
+            return self._forward.run_plainly(index, carry)
+        if index in borders.in_store:
+            return self._forward.run(index, carry, tensors, in_slot=True, store=self._store)
+        return self._forward.run(index, carry, tensors, in_slot=index in borders.in_slots)
+
+
+class OnlineWay:
+    """Runs the steps of a loop that ends when its condition says so.
+
+    Args:
+        forward: Runs steps as regions.
+        slots: How many carries are in memory at a time.
+    """
+
+    def __init__(self, forward: Forward, slots: int) -> None:
+        forward.stretches.slots = slots
+        self._forward = forward
+        self._borders = OnlineBorders(slots)
+        # A policy keeps tensors in slots of its own.
+        self._keeping = Keeping() if forward.settings.policy is None else None
+        self._settings = replace(forward.settings, observer=self._keeping)
+
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output."""
+        if self._keeping is not None:
+            self._keeping.let_go()
+        in_slot = True
+        if index:
+            dropped = self._borders.next()
+            in_slot = dropped is None or dropped < self._borders.slots
+            if in_slot and dropped is not None:
+                self._forward.stretches.drop(dropped)
+        return self._forward.run(index, carry, tensors, in_slot=in_slot, settings=self._settings)
+
+
+class BudgetedWay:
+    """Measures the first step, and runs the others as the budget allows.
+
+    Args:
+        forward: Runs steps as regions.
+        follow: Returns the way for the other steps, given the bytes of the first.
+    """
+
+    def __init__(self, forward: Forward, follow: Callable[[StepBytes], Way]) -> None:
+        self._forward = forward
+        self._follow = follow
+        self._measuring = Measuring()
+        self._way: Way | None = None
+
+    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
+        """Run a step and return its output.
+
+        Raises:
+            BudgetError: The first step does not fit.
+        """
+        if self._way is not None:
+            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_all):
+                self._measuring.let_go()
+            return self._way.run(index, carry, tensors)
+        forward, measuring = self._forward, self._measuring
+        settings = replace(forward.settings, observer=measuring)
+        output = forward.run(index, carry, tensors, in_slot=True, settings=settings)
+        following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
+        if len(following) == len(tensors):  # else the check of the carry says so
+            self._way = self._follow(measuring.end(tensors, following))
+        return output
+
+
+def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: LoopRequest, settings: Settings) -> Way:
+    """Return the way in which a loop runs whose backward recomputes.
+
+    Args:
+        body: The code of a step.
+        slices: What is scanned.
+        width: The number of tensors in a carry.
+        steps: The number of steps, None if it is not known.
+        request: What the caller asks for.
+        settings: How the regions behave.
+    """
+    forward = Forward(body, slices, Stretches(width), settings)
+    store = None if request.store is None else offload(request.store, window_bytes=0)
+
+    def follow(schedule: LoopSchedule) -> Way:
+        if store is not None:
+            schedule = with_store(schedule, request.transfer_steps)
+        if request.on_schedule is not None:
+            request.on_schedule(schedule)
+        return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, store)
+
+    def within(found: StepBytes) -> Way:
+        budget_bytes = request.budget_bytes - (steps or 0) * found.state
+        if budget_bytes < 1:
+            raise BudgetError(
+                f"a budget of {format_bytes(request.budget_bytes)} is below what {steps} steps keep of the generators "
+                f"that they draw from, {format_bytes(found.state)} each."
+            )
+        return follow(within_bytes(steps, found.carry, found.step, budget_bytes, shared_bytes=found.shared))
+
+    if request.slots is None:
+        return BudgetedWay(forward, within)
+    return follow(LoopSchedule(steps=steps, slots=request.slots))

@@ -1,0 +1,260 @@
+"""How a loop is taken back: how many carries wait in slots, and how many steps are recorded at once.
+
+A block is a run of steps whose saved tensors are in memory together; carries are kept between blocks alone. With blocks
+of one step the schedule is that of `binomial.py`. With blocks of the square root of the length, and a slot for each, it
+is the checkpoint by hand: each step runs once more. A budget in bytes may lie anywhere between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isqrt
+
+from torchremat.errors import BudgetError, ScheduleError
+from torchremat.schedules.binomial import advances, first_borders
+from torchremat.tensors.sizes import format_bytes
+
+# NOTE [ The bound ]
+#
+# From a schedule of n steps leave out those that run again more than q times. A schedule of the others remains, within
+# the same bytes. So they are at most A(m, q), the most steps that can be taken back with m bytes and q repeats, and the
+# steps that run again are in all at least the sum of n - A(m, q) over q. With c bytes for a carry and s for a step
+#
+#     A(m, 0) = m // s
+#     A(m, q) = max(1 + A(m - s, q),                   the first step is recorded
+#                   H(m - c, q) + A(m - c, q))         its carry is held, up to some later step
+#     H(m, q) = max(H(m, q - 1) + A(m, q - 1),         that stretch runs again, while the carry stays
+#                   1 + A(m + c - s, q - 1))           or the first step, recorded, takes the place of the carry
+
+# Rounding sizes for the bound to this many units loses less than a percent of it.
+_UNITS = 512
+_MOST_REPEATS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSchedule:
+    """The schedule of a loop.
+
+    Attributes:
+        steps: The length; None if it is not known before the loop ends.
+        slots: How many carries are in memory at a time.
+        block: How many steps are recorded at once.
+        period: A carry goes to a store after so many blocks; None without a store.
+        carry_bytes: Of one carry, None if not measured.
+        step_bytes: What autograd saves in one step, None if not measured.
+        shared_bytes: The part of that which is the step's carry, and in its slot if a block begins with the step.
+    """
+
+    steps: int | None
+    slots: int
+    block: int = 1
+    period: int | None = None
+    carry_bytes: int | None = None
+    step_bytes: int | None = None
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "slots", "block", "period"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ScheduleError(f"{name}={value} must be at least 1")
+        if self.slots < 2 and self.period is not None:
+            raise ScheduleError("slots=1: with a store two are needed, one for the carry that is back from it")
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """The most bytes that slots and recorded steps hold together, None if not measured."""
+        if self.carry_bytes is None or self.step_bytes is None:
+            return None
+        return self.slots * self.carry_bytes + self.block * self.step_bytes - self.shared_bytes
+
+    @property
+    def recomputed_steps(self) -> int | None:
+        """How many steps run again in the backward, None if the length is not known."""
+        return None if self.steps is None else _recomputed(self.steps, self.slots, self.block, self.period)
+
+    def least_recomputed(self) -> int | None:
+        """Return a lower bound on that number for all schedules with as many bytes; None if they are not known.
+
+        Without measured bytes it is the fewest for as many slots, with a slot for a carry and one recorded step.
+        """
+        if self.steps is None or self.period is not None:
+            return None
+        saved = self.saved_bytes
+        own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
+        if saved is None or not (self.carry_bytes and own_bytes):
+            return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 else None
+        return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
+
+    def borders(self) -> Borders:
+        """Return where the first forward of a loop of known length leaves carries, and where it keeps its steps.
+
+        Raises:
+            ScheduleError: The length is not known.
+        """
+        if self.steps is None:
+            raise ScheduleError("the length of the loop is not known before it ends")
+        blocks = -(-self.steps // self.block)
+        kept_from = (blocks - 1) * self.block
+        period = self.period
+        if period is None:
+            found = [block * self.block for block in first_borders(blocks, self.slots)]
+            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_from=kept_from)
+        start = (blocks - 1) // period * period
+        last = [(start + block) * self.block for block in first_borders(blocks - start, self.slots)]
+        stored = [block * self.block for block in range(0, start + 1, period)]
+        return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_from=kept_from)
+
+    def __str__(self) -> str:
+        words = [f"{self.slots} slots"]
+        if self.steps is not None:
+            words.insert(0, f"{self.steps} steps")
+        if self.carry_bytes is not None:
+            words[-1] += f" of {format_bytes(self.carry_bytes)}"
+        if self.block > 1:
+            words.append(f"blocks of {self.block} steps")
+        if self.period is not None:
+            words.append(f"a carry to the store every {self.period * self.block} steps")
+        if self.saved_bytes is not None:
+            words.append(f"{format_bytes(self.saved_bytes)} at most")
+        if self.recomputed_steps is not None:
+            words.append(f"{self.recomputed_steps} steps run again")
+        least = self.least_recomputed()
+        if least is not None:
+            words.append(f"no schedule with these bytes runs fewer than {least}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Borders:
+    """What the first forward of a loop keeps.
+
+    Attributes:
+        in_slots: The carries in slots.
+        in_store: The carries in a store.
+        kept_from: The first of the steps whose saved tensors autograd keeps, since backward begins with them.
+    """
+
+    in_slots: frozenset[int]
+    in_store: frozenset[int]
+    kept_from: int
+
+
+def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
+    """Return how many steps run again in the backward: those recorded, and those advanced for a carry."""
+    blocks = -(-steps // block)
+    recorded = (blocks - 1) * block
+    if period is None:
+        return recorded + block * (advances(blocks, slots) - (blocks - 1))
+    whole, rest = divmod(blocks - 1, period)
+    rest += 1
+    return recorded + block * (whole * advances(period, slots) + advances(rest, slots) - (rest - 1))
+
+
+def within_bytes(
+    steps: int | None, carry_bytes: int, step_bytes: int, budget_bytes: int, *, shared_bytes: int = 0
+) -> LoopSchedule:
+    """Return the schedule of blocks and slots that runs the fewest steps again within a budget.
+
+    Args:
+        steps: The length of the loop, None if it is not known.
+        carry_bytes: Of one carry.
+        step_bytes: What autograd saves in one step.
+        budget_bytes: For carries in slots and recorded steps.
+        shared_bytes: The part of `step_bytes` which is the step's carry.
+
+    Raises:
+        BudgetError: It is below one carry and one step.
+        ScheduleError: There are no steps.
+    """
+    carry_bytes = max(carry_bytes, 1)
+    budget_bytes += shared_bytes
+    if budget_bytes < carry_bytes + step_bytes:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget_bytes - shared_bytes)} is below one step of the loop: a carry has "
+            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(step_bytes - shared_bytes)} beyond it. "
+            f"Smallest budget that works: {format_bytes(carry_bytes + step_bytes - shared_bytes)}."
+        )
+    if steps is None:
+        slots = (budget_bytes - step_bytes) // carry_bytes
+        return LoopSchedule(
+            steps=None, slots=slots, carry_bytes=carry_bytes, step_bytes=step_bytes, shared_bytes=shared_bytes
+        )
+    root = isqrt(steps)
+    # Of all blocks that divide the loop into as many, the shortest leaves the most bytes to slots.
+    lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 1))}
+    found = [
+        (_recomputed(steps, slots, block, None), block, slots)
+        for block in sorted(lengths)
+        if (slots := min((budget_bytes - block * step_bytes) // carry_bytes, -(-steps // block))) > 0
+    ]
+    _, block, slots = min(found)
+    return LoopSchedule(
+        steps=steps,
+        slots=slots,
+        block=block,
+        carry_bytes=carry_bytes,
+        step_bytes=step_bytes,
+        shared_bytes=shared_bytes,
+    )
+
+
+def with_store(schedule: LoopSchedule, transfer_steps: float) -> LoopSchedule:
+    """Return a schedule with the period of a store that takes the least time.
+
+    Source: G. Aupy, J. Herrmann, P. Hovland, Y. Robert, "Optimal multistage algorithm for adjoint computation", SIAM J.
+    Sci. Comput. 38(3), 2016; and G. Aupy, J. Herrmann, "Periodicity in optimal hierarchical checkpointing schemes for
+    adjoint computations", Optim. Methods Softw. 32(3), 2017: with a store without limit, carries go there at a fixed
+    period, and each period is taken back with the slots in memory.
+
+    Args:
+        schedule: The schedule without a store.
+        transfer_steps: How long it takes to write a carry and to read it, in steps.
+    """
+    slots, block = schedule.slots, schedule.block
+    cost = transfer_steps / block
+
+    def seconds(period: int) -> float:
+        return (advances(period, slots) + cost) / period
+
+    best, period = seconds(1), 1
+    # Beyond the least the average only rises: advances are convex in the length.
+    while seconds(period + 1) <= best:
+        period += 1
+        best = seconds(period)
+    return replace(schedule, period=period)
+
+
+def least_recomputed(steps: int, carry_bytes: int, step_bytes: int, budget_bytes: int) -> int:
+    """Return a lower bound on the steps that run again, for all schedules within a budget. See NOTE [ The bound ].
+
+    Args:
+        steps: The length of the loop.
+        carry_bytes: Of one carry, at least 1.
+        step_bytes: What autograd saves in one step, at least 1.
+        budget_bytes: For carries that are held and steps that are recorded.
+    """
+    unit = max(1, min(carry_bytes, step_bytes, max(budget_bytes // _UNITS, 1)))
+    carry, step, most = carry_bytes // unit, step_bytes // unit, -(-budget_bytes // unit)
+    reach = [size // step for size in range(most + 1)]
+    held = [0] * (most + 1)
+    bound = 0
+    for _ in range(_MOST_REPEATS):
+        left = steps - reach[most]
+        if left <= 0:
+            break
+        bound += left
+        held = [
+            max(held[size] + reach[size], 1 + (reach[size + carry - step] if 0 <= size + carry - step <= most else 0))
+            if size + carry >= step
+            else 0
+            for size in range(most + 1)
+        ]
+        following: list[int] = []
+        for size in range(most + 1):
+            best = 1 + following[size - step] if size >= step else 0
+            if size >= carry:
+                best = max(best, held[size - carry] + following[size - carry])
+            following.append(best)
+        reach = following
+    return bound
