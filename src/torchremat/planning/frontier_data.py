@@ -36,14 +36,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrontierData:
-    """The points of a frontier.
-
-    Attributes:
-        points: From the plain step, which recomputes nothing, to the lowest peak that was found.
-        cost: The quantity that was minimised in addition to the peak.
-        device: The device that the bytes are on; when planning without running, the name of the described one.
-        ran_out: Whether the search ran out of time, so that better points may be missing.
-    """
+    """The points of a frontier. See `Frontier` for the attributes."""
 
     points: tuple[FrontierPoint, ...]
     cost: Cost

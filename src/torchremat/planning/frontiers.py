@@ -35,7 +35,11 @@ class Frontier(FrontierData, Viewed):
     the step, for its certificate. All processes that train a model together have the same points, and call `plan`
     together.
 
-    Its attributes are those of `FrontierData`.
+    Attributes:
+        points: From the plain step, which recomputes nothing, to the lowest peak that was found.
+        cost: The quantity that was minimised in addition to the peak.
+        device: The device that the bytes are on; when planning without running, the name of the described one.
+        ran_out: Whether the search ran out of time, so that better points may be missing.
     """
 
     _profiled: ProfiledStep = field(repr=False)

@@ -34,7 +34,10 @@ class Planner(ProfiledStep):
         step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
         options: The fields of `PlanOptions`. Progress is not shown by default.
 
-    Its attributes are those of `ProfiledStep`.
+    Attributes:
+        profile: Bytes and seconds of each unit of the step, the basis of plans; its fields may change without notice.
+        solver: The search for trees of the profile; its fields may change too.
+        subject: The step with everything that it touches.
 
     Raises:
         StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.

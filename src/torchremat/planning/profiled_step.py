@@ -45,15 +45,15 @@ class ProfiledStep:
 
     Args:
         model: The model.
-        step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
+        step: See `Planner`.
         options: The options.
 
     Attributes:
         model: The model.
         options: The options.
-        profile: Bytes and seconds of each unit of the step, the basis of plans; its fields may change without notice.
-        solver: The search for trees of the profile; its fields may change too.
-        subject: The step with everything that it touches.
+        profile: See `Planner`.
+        solver: See `Planner`.
+        subject: See `Planner`.
         parameters: Shapes of the parameters, by name.
     """
 

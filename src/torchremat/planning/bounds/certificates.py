@@ -149,11 +149,7 @@ class Claim:
                 missing.append(self.step.reason)
             else:
                 everything = lower_bound(
-                    self.step.flow,
-                    self.step.pulls,
-                    self.limit_bytes,
-                    regions=self.regions,
-                    most_seconds=most_seconds,
+                    self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions, most_seconds=most_seconds
                 ).cost
                 if math.isinf(everything):
                     everything = None

@@ -64,13 +64,7 @@ class Unseen:
 
 
 def plain_step(
-    subject: Subject,
-    machine: Machine,
-    cost: Cost,
-    *,
-    profile: Profile,
-    peak_bytes: int,
-    peers: Peers | None = None,
+    subject: Subject, machine: Machine, cost: Cost, *, profile: Profile, peak_bytes: int, peers: Peers | None = None
 ) -> PlainStep | Unseen:
     """Run a plain step without side effects, and return its record.
 

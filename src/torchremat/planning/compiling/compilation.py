@@ -35,11 +35,7 @@ class Compiled(Generic[P, R]):
     """
 
     def __init__(
-        self,
-        original: Callable[P, R],
-        function: Callable[P, R],
-        partitioner: PeakPartitioner,
-        reason: str,
+        self, original: Callable[P, R], function: Callable[P, R], partitioner: PeakPartitioner, reason: str
     ) -> None:
         self.original = original
         self.reason = reason

@@ -134,9 +134,7 @@ def _note(
     for run in runs:
         over = trace.peak_bytes_between(run.first, run.last) - trace.live_bytes_at(run.first)
         kernel = MeasuredKernel(
-            seconds=run.seconds,
-            workspace_bytes=max(0, over - sum(run.storage_bytes)),
-            storage_bytes=run.storage_bytes,
+            seconds=run.seconds, workspace_bytes=max(0, over - sum(run.storage_bytes)), storage_bytes=run.storage_bytes
         )
         table.setdefault(run.signature, []).append(kernel)
     return runs

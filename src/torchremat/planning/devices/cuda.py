@@ -169,11 +169,7 @@ def _softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype:
 
 
 def _dropout(
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    train: bool | None = None,
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
 ) -> Tensor:
     if train is not None:
         training = train
