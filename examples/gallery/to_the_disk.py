@@ -2,7 +2,7 @@
 
 A pond is disturbed, and after 60 steps of the wave equation its surface is seen: what was the disturbance?
 The gradient needs what each step has saved, and with enough steps that is more than there is room for.
-`offload` lets it wait elsewhere: here a first MiB in memory of the host, the rest on a disk.
+`offload` lets it wait elsewhere: here a first MiB in host memory, the rest on a disk.
 Each tensor comes back with its bits, so the gradient is the plain one.
 """
 

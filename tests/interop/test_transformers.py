@@ -149,7 +149,7 @@ def test_a_trainer_that_computes_its_loss_elsewhere_is_told(tmp_path):
 
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
 def test_a_trainer_that_recomputes_is_refused(tmp_path, flag):
-    with pytest.raises(torchremat.UnsupportedError, match=r"Say `TrainingArguments\(gradient_checkpointing=False\)`"):
+    with pytest.raises(torchremat.UnsupportedError, match=r"Set `TrainingArguments\(gradient_checkpointing=False\)`"):
         train(tmp_path, [budget("75%")], model=llama(), **{flag: True})
 
 

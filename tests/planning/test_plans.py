@@ -750,5 +750,5 @@ def test_a_plan_is_removed_once():
 
     made.remove(model)
 
-    with pytest.raises(PlanError, match="what is: nothing"):
+    with pytest.raises(PlanError, match="On it is nothing"):
         made.remove(model)

@@ -256,7 +256,7 @@ def test_what_cannot_be_timed():
         balance_by_time(1, model[0], torch.rand(1, 2))
     with pytest.raises(StepError, match="meta device"):
         balance_by_time(1, nn.Sequential(nn.Linear(2, 2, device="meta")), torch.rand(1, 2))
-    with pytest.raises(UnsupportedError, match="is no device"):
+    with pytest.raises(UnsupportedError, match="is not a device"):
         balance_by_time(1, nn.Sequential(nn.Linear(2, 2)), torch.rand(1, 2), device="nowhere")
 
 
