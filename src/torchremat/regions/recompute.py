@@ -166,7 +166,7 @@ class RegionRecompute:
                 raise
         finally:
             pop_saved_tensor_hooks()
-            refill.given = []
+            refill.given = ()
             restored.close()
             if replay is not None:
                 replay.check(recording.name(number))

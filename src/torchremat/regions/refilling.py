@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch import Tensor, UntypedStorage
@@ -112,8 +112,8 @@ class Refill:
         self._early_stop = settings.early_stop
         self.needed = only if only is not None else last_needed(len(slots), lambda index: waits(slots[index]()))
         self.last = self.needed
-        self._filled: set[int] = set()
-        self.given: list[UntypedStorage] = []
+        self._filled: set[int] | None = None
+        self.given: Sequence[UntypedStorage] = ()
         if not settings.early_stop or recording.fresh:
             self.last = self._last()
         self.count = 0
@@ -164,7 +164,7 @@ class Refill:
                 slot.put(self.key, self.task, value)
         # The other cases: see NOTE [ What is written after it was saved ]
         if self.last > self.needed <= index + 1 and index in self._fresh and memory_of(tensor) in self.given:
-            self._filled.add(index)
+            self._filled = {index} if self._filled is None else self._filled | {index}
             self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
             self._stop()
@@ -220,11 +220,11 @@ class Refill:
 
     def _may_be_filled_later(self, index: int) -> bool:
         # See NOTE [ What is written after it was saved ]
-        fresh, metadata = self._fresh, self.recording.metadata
+        fresh, filled, metadata = self._fresh, self._filled or (), self.recording.metadata
         pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
         return any(
             one in fresh
-            and one not in self._filled
+            and one not in filled
             and other not in fresh
             and 0 <= other < len(metadata)
             and metadata[one][:3] == metadata[other][:3]
