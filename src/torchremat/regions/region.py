@@ -323,7 +323,7 @@ class Region(Recomputable):
 
     def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Refill:
         recording, settings = self.recording, self.settings
-        if recording.is_running:
+        if recording.calls[-1].slots < 0:
             self._note_backward()
         elif settings.policy is not None:
             check_met(settings.policy)
