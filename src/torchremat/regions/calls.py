@@ -85,18 +85,17 @@ class Call:
         self.region = region  # weak, since the region owns its calls
         self.template = template
         self.sources = sources
-        self.slots = -1  # the region's number of slots after the call; negative during the call's first run
+        self.slots = -1
         self.world: Snapshot = NOTHING
         self.preserves_rng = True
-        self.is_pure = False  # whether the user's code calls nothing by name, so that it cannot change a global setting
-        self.sets_generators = False  # whether it may set the state of a generator
+        self.is_pure = False
+        self.sets_generators = False
         self.generators: States = {}
-        self.log: OperatorLog | None = None  # of the forward, with `debug=True`
-        self.selection: Selection | None = None  # outputs that a policy keeps, here or in an inner region
+        self.log: OperatorLog | None = None
+        self.selection: Selection | None = None
         self.ambient_state: AmbientState
         self.context: Context
         self.captured: Captured | None = None
-        # The function's cells and their contents, if nothing else was captured.
         self.cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self.frozen_values: dict[object, list[Frozen]] | None = None
 

@@ -76,8 +76,7 @@ class RegionRecompute:
 
     def end(self) -> None:
         """Release the region. See NOTE [ What a recompute leaves behind ], 2."""
-        self.refill.release()
-        del self.recording, self.observed
+        del self.refill.recording, self.refill.key, self.recording, self.observed
 
     def run(self) -> None:
         """Run the calls, and let the tensors that they save wait in their slots.
@@ -112,7 +111,7 @@ class RegionRecompute:
             thread.end(had)
             if self._copies:
                 self._copies.put_back()
-        difference = refill.ended()
+        difference = refill.difference if refill.values is None else refill.ended()
         if difference is not None:
             raise DivergedError(number, difference)
         if refill.count <= refill.needed:
@@ -166,7 +165,7 @@ class RegionRecompute:
                 raise
         finally:
             pop_saved_tensor_hooks()
-            refill.given = []
+            refill.given = ()
             restored.close()
             if replay is not None:
                 replay.check(recording.name(number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch import Tensor, UntypedStorage
@@ -71,6 +71,7 @@ class Refill:
         difference: The first difference that was found.
         keeps: Whether the graph of the recompute returns its saved tensors. See Rule 6
         given: The memory of the arguments of the call that runs, if it matters.
+        values: The check of values, if there is one.
         written: Tensors that the running call must not save. See NOTE [ What is saved without being read ].
         began: The modes in which the running call began.
     """
@@ -83,7 +84,6 @@ class Refill:
         "_fresh",
         "_metadata",
         "_slots",
-        "_values",
         "began",
         "count",
         "difference",
@@ -98,6 +98,7 @@ class Refill:
         "recording",
         "returns",
         "task",
+        "values",
         "written",
     )
 
@@ -120,10 +121,10 @@ class Refill:
         self._fresh = recording.fresh
         self._detached = detached
         self._early_stop = settings.early_stop
-        self.needed = only if only is not None else last_needed(len(slots), lambda index: waits(slots[index]()))
+        self.needed = last_needed(len(slots), lambda index: waits(slots[index]())) if only is None else only
         self.last = self.needed
-        self._filled: set[int] = set()
-        self.given: list[UntypedStorage] = []
+        self._filled: set[int] | None = None
+        self.given: Sequence[UntypedStorage] = ()
         if not settings.early_stop or recording.fresh:
             self.last = self._last()
         self.returns = returns
@@ -133,9 +134,9 @@ class Refill:
         self.count = 0
         self.keeps = recording.runs_backward
         self._metadata = recording.metadata if settings.check != "none" else None
-        self._values = None
+        self.values: ValueCheck | None = None
         if recording.fingerprints is not None:
-            self._values = ValueCheck(recording.name(0), recording.fingerprints, recording.metadata)
+            self.values = ValueCheck(recording.name(0), recording.fingerprints, recording.metadata)
         self.written: WrittenTensors | None = None
         self.is_stopped = False
         self.difference: Difference | None = None
@@ -164,8 +165,8 @@ class Refill:
                 now = metadata_of(tensor)
             if then != now and not agree(then, now):
                 self._differs("metadata", index, now)
-            if self._values is not None:
-                found = self._values.differs(tensor, is_fresh=index in self._fresh)
+            if self.values is not None:
+                found = self.values.differs(tensor, is_fresh=index in self._fresh)
                 if found is not None:
                     self._differs("values", found, self._metadata[found])
         if self.only is None or index == self.only:
@@ -178,10 +179,11 @@ class Refill:
                 slot.put(self.key, self.task, value)
         # The other cases: see NOTE [ What is written after it was saved ]
         if self.last > self.needed <= index + 1 and index in self._fresh and memory_of(tensor) in self.given:
-            self._filled.add(index)
+            self._filled = {index} if self._filled is None else self._filled | {index}
             self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
-            self._stop()
+            self.is_stopped = True
+            raise Stop  # See Rule 5
         return self._detached(tensor) if self.keeps else None  # See Rule 6
 
     def skip(self, tensor: Tensor) -> object:
@@ -208,21 +210,17 @@ class Refill:
 
     def ended(self) -> Difference | None:
         """Return the difference that was found, or is found now that no further tensor is saved."""
-        if self._values is not None and self.difference is None:
-            found = self._values.differs_at_end()
+        if self.values is not None and self.difference is None:
+            found = self.values.differs_at_end()
             if found is not None:
                 self.difference = self._difference("values", found, self.recording.metadata[found])
             else:
-                self._values.ended()
+                self.values.ended()
         return self.difference
 
     def counted(self, kind: Kind, saved_then: int) -> Difference:
         """Return the difference between the numbers of saved tensors."""
         return Difference(kind=kind, saved_then=saved_then, saved_now=self.count)
-
-    def release(self) -> None:
-        """Release the region. See NOTE [ What a recompute leaves behind ], 2."""
-        del self.recording, self.key
 
     def returned(self, output: object) -> None:
         """Take the output of the last call, if it is wanted."""
@@ -242,11 +240,11 @@ class Refill:
 
     def _may_be_filled_later(self, index: int) -> bool:
         # See NOTE [ What is written after it was saved ]
-        fresh, metadata = self._fresh, self.recording.metadata
+        fresh, filled, metadata = self._fresh, self._filled or (), self.recording.metadata
         pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
         return any(
             one in fresh
-            and one not in self._filled
+            and one not in filled
             and other not in fresh
             and 0 <= other < len(metadata)
             and metadata[one][:3] == metadata[other][:3]

@@ -219,15 +219,16 @@ class Region(Recomputable):
                 "report ran without a backward; run that forward again before its backward."
             )
         waiting = self.waiting
-        if isinstance(slot, ServedSlot) and slot.value is not None:
+        if slot.value is not None:
             if self.recording.is_running:
                 self._note_backward()
             tensor = served(slot.value)
+            own = cast("ServedSlot", slot)
             if tensor is not None:
                 if open_sessions and waiting.is_done_with(slot):
-                    slot.release()
+                    own.release()
                 return tensor
-            slot.recompute()
+            own.recompute()
         if waiting.stays_for is not None:
             return slot.take(waiting.stays_for, keep=True)
         session = active_session() if open_sessions else None
@@ -336,16 +337,16 @@ class Region(Recomputable):
             region = cast("Region | None", region.around() if region.around is not None else None)
 
     def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False) -> Refill:
-        if self.recording.is_running:
+        recording, settings = self.recording, self.settings
+        if recording.calls[-1].slots < 0:
             self._note_backward()
-        elif self.settings.policy is not None:
-            check_met(self.settings.policy)
+        elif settings.policy is not None:
+            check_met(settings.policy)
         # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
-        log = log_of(self.recording, self.recording.calls[-1]) if self.settings.debug else None
-        refill = Refill(self.recording, self.settings, self.slots, key, only, self.detached, returns=returns)
-        observer = self.settings.observer
-        observed = None if observer is None else (self, observer)
-        recompute = RegionRecompute(refill, log, observed=observed)
+        log = log_of(recording, recording.calls[-1]) if settings.debug else None
+        refill = Refill(recording, settings, self.slots, key, only, self.detached, returns=returns)
+        observer = settings.observer
+        recompute = RegionRecompute(refill, log, observed=None if observer is None else (self, observer))
         if observer is not None:
             observer.recomputing(self)
         try:
@@ -353,7 +354,7 @@ class Region(Recomputable):
         except DivergedError as found:
             if not explains:
                 raise
-            raise CheckpointError(explain(self.recording, found.call, found.difference, log)) from None
+            raise CheckpointError(explain(recording, found.call, found.difference, log)) from None
         finally:
             recompute.end()
         if observer is not None:

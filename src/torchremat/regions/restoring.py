@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import is_not
 from types import CellType
@@ -70,14 +71,19 @@ class Restored:
         call: The call.
         without_gradients: Whether the gradients of leaves are put aside meanwhile.
 
+    Attributes:
+        written: Tensors that were written since the forward, which the call must not read.
+        wrote: Once it is closed, tensors that the call has written in place and that cannot be restored.
+
     Raises:
         UnsupportedError: A parameter is sharded now, and was not.
     """
 
-    __slots__ = ("_exchange", "_here", "_stack", "written")
+    __slots__ = ("_exchange", "_here", "_stack", "written", "wrote")
 
     def __init__(self, call: Call, *, without_gradients: bool = False) -> None:
         self.written: WrittenTensors | None = None
+        self.wrote: Sequence[Tensor] = ()
         self._exchange: Exchange | None = None
         self._stack: ExitStack | None = None
         # The ambient state of the backward now; None if the call cannot change it.
@@ -110,16 +116,12 @@ class Restored:
         if call.captured is not None:
             call.captured.restore(stack)
 
-    @property
-    def wrote(self) -> list[Tensor]:
-        """The tensors that the recompute has written in place and that cannot be restored."""
-        return [] if self._exchange is None else self._exchange.wrote
-
     def close(self) -> None:
         """Put everything back, in reverse order."""
         try:
             if self._exchange is not None:
                 self._exchange.close()
+                self.wrote = self._exchange.wrote
         finally:
             if self._stack is not None:
                 self._stack.close()

@@ -23,11 +23,11 @@ class Waiting:
         self.owners: set[Key] = set()
         self.stays_for: int | None = None
         # By slot, the backward calls of a session that have asked for it.
-        self._asked: dict[int, set[int]] = {}
+        self._asked: dict[int, set[int]] | None = None
 
     def was_asked(self, index: int) -> bool:
         """Return whether a backward call of a session has asked for a tensor."""
-        return index in self._asked
+        return self._asked is not None and index in self._asked
 
     def is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
         """Return whether a tensor that is handed out now has to wait for a further request."""
@@ -50,6 +50,8 @@ class Waiting:
             return task >= 0 and not thread.now.recomputing and session.is_done_with()
         if session.passes is None or task < 0:
             return False
+        if self._asked is None:
+            self._asked = {}
         tasks = self._asked.setdefault(index, set())
         tasks.add(task)
         return len(tasks) >= session.passes
@@ -70,7 +72,8 @@ class Waiting:
         self.owners.discard(key)
         if key == self.stays_for:
             return
-        for slot in alive(slots):
-            slot.drop(key)
+        for one in slots:
+            if (slot := one()) is not None:
+                slot.drop(key)
         if isinstance(key, Session):
-            self._asked.clear()
+            self._asked = None

@@ -6,6 +6,7 @@ fingerprints.py  numbers that stand for its values
 structure.py     arguments split into tensors and a template
 tensor.py        autograd's saved tensor as a value
 graphs.py        the tensors that a graph has saved, slot by slot
+parts.py         the plain tensors that make up a tensor
 held.py          one tensor that a region keeps for its recompute
 copies.py        copies that stay views of one another
 packed.py        the object that autograd holds in place of a tensor, and how compiled autograd unpacks it

@@ -24,7 +24,9 @@ class Versioned:
 
     def __init__(self, tensor: Tensor, version: int | None = None) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor) if version is None else version
+        if version is None:
+            version = -1 if tensor.is_inference() else tensor._version  # as `version_of`
+        self.version = version
 
     @property
     def now(self) -> int:
@@ -34,7 +36,8 @@ class Versioned:
     @property
     def is_written(self) -> bool:
         """Whether the tensor was written in place since."""
-        return version_of(self.tensor) != self.version
+        tensor = self.tensor
+        return (-1 if tensor.is_inference() else tensor._version) != self.version
 
     def get(self) -> Tensor:
         """Return the tensor.

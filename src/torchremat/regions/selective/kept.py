@@ -14,6 +14,7 @@ from torchremat.regions.decisions import Decision
 from torchremat.stores.held import InCatalog
 from torchremat.stores.weak import Counter
 from torchremat.tensors.copies import apart
+from torchremat.tensors.versioned import Versioned
 
 
 class WatchedMemory:
@@ -41,33 +42,36 @@ class WatchedMemory:
 class KeptValue(WatchedMemory):
     """A tensor that is kept as an alias, at a version: an operator's output, or the content of a slot."""
 
-    __slots__ = ("is_plain", "tensor", "version")
+    __slots__ = ("_is_plain", "_kept")
 
     def __init__(self, tensor: Tensor) -> None:
         self.others = None
-        self.tensor = tensor
-        self.version = tensor._version
-        self.is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        self._kept = Versioned(tensor)
+        self._is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, written since or not."""
+        return self._kept.tensor
 
     def get(self) -> Tensor | None:
         """Return the tensor, None if it was written in place since."""
-        if self.tensor._version != self.version or (self.others is not None and self.has_moved):
-            return None
-        return self.tensor
+        kept = self._kept
+        return None if kept.is_written or (self.others is not None and self.has_moved) else kept.tensor
 
     def alias(self) -> Tensor | None:
         """Return an alias of the tensor for a recompute, None if it was written in place since."""
-        if self.tensor._version != self.version or (self.others is not None and self.has_moved):
+        tensor = self.get()
+        if tensor is None:
             return None
-        if self.is_plain:
-            return self.tensor.detach()
+        if self._is_plain:
+            return tensor.detach()
         # Its memory is unknown, so no code would copy it before the recompute writes to a view of it.
-        return alias_that_counts(self.tensor)
+        return alias_that_counts(tensor)
 
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
-        self.tensor = apart(self.tensor)
-        self.version = self.tensor._version
+        self._kept = Versioned(apart(self.tensor))
         self.others = None
 
 
