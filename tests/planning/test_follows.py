@@ -13,6 +13,7 @@ from planning.steps import mixtures, profile, random_loads, random_tree, text, w
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
 from torchremat import Host, Session
+from turns import in_turn
 
 PARTS = {
     "linear": linear,
@@ -70,7 +71,7 @@ def test_a_step_is_what_the_simulator_says(name):
     check(model, step, random.Random(name))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn("seed", range(12))
 def test_a_step_of_a_random_model_is_what_the_simulator_says(seed):
     torch.manual_seed(seed)
     rng, x = random.Random(seed), inputs()
