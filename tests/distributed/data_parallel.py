@@ -6,10 +6,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.comparing import compare, held
 from distributed.models import looped, net, partly_frozen, siamese, some, tied
+from probes.regions import CallDecision, RegionPlace, Scope, Settings, set_forward
 from torchremat import checkpoint, wrap
-from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import CallDecision, RegionPlace, Scope
-from torchremat.regions.settings import Settings
 
 parallel = DistributedDataParallel
 

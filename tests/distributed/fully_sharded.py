@@ -12,10 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distributed.comparing import compare, held
 from distributed.data_parallel import run_of_calls
 from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied_inside, twice
+from probes.regions import Backups, World, reach
 from torchremat import MutationError, UnsupportedError, checkpoint, session, wrap
-from torchremat.state.backups import Backups
-from torchremat.state.reach import reach
-from torchremat.state.world import World
 
 # Two rounds of a forward and a recompute each.
 TWICE = [4, 4, 4]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from forked import CONTEXT
-from torchremat.measuring.heap import heap_set_aside
+from probes.memory import heap_set_aside
 
 WORLD = 2
 _SKIPPED = "skipped: "

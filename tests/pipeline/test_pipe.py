@@ -20,6 +20,7 @@ from pipeline.layered import Noted, equal, gradients, layers, plainly
 from probes.pipelines import CpuStream, copying
 from probes.regions import current_graph_task
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
+from turns import in_turn
 
 CPUS = ["cpu"] * 8
 MODES = ["always", "except_last", "never"]
@@ -40,7 +41,7 @@ def nodes(output: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunks", range(1, 9))
+@in_turn("chunks", range(1, 9))
 def test_gradients_are_those_of_the_plain_model(mode, chunks):
     plain = layers()
     pipe = Pipe(copy.deepcopy(plain), [1, 2, 1], devices=CPUS, chunks=chunks, checkpoint=mode)

@@ -10,6 +10,7 @@ import unet
 from logs import Log
 from pipeline.holding import StageBytes, own_memory
 from torchremat import Pipe
+from turns import in_turn
 
 MODES = ["never", "always", "except_last"]
 # Stage 0 stashes both skips and stage 3 pops them: 2 x (2 convs, stash), a pool between | pool, conv | conv, grow |
@@ -40,7 +41,7 @@ def test_the_layers_are_those_of_the_module():
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", range(1, 9))
+@in_turn("chunks", range(1, 9))
 def test_gradients_are_those_of_the_plain_model(checkpoint, chunks):
     plain = model()
     pipe = Pipe(copy.deepcopy(plain).layers(), BALANCE, chunks=chunks, checkpoint=checkpoint)

@@ -2,16 +2,19 @@
 
 import random
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
 
 from probes.memory import run_backward, run_counted, run_traced, subject_of
 from probes.planning import (
+    Bandwidth,
     Here,
     KeepNode,
     OffloadChoice,
     RegionNode,
+    Speed,
     StoredUnit,
     calls_of,
     divisible,
@@ -20,6 +23,7 @@ from probes.planning import (
     installed,
     mixed,
     profile_subject,
+    store_sizes,
 )
 from probes.regions import Settings
 
@@ -72,6 +76,20 @@ def random_loads(profile, store_profile, tree, rng):
             )
             offloads[unit] = OffloadChoice(planned=planned, offload_size=offload_sizes[unit])
     return {unit: offloads[unit] for unit in order if unit in offloads}
+
+
+# A store that takes about as long for a block's tensors as the golden plans' device of no name for computing them.
+DECLARED = Bandwidth(tensor_s=1e-5, byte_s=1e-10, busy_tensor_s=2e-6, busy_byte_s=2e-11)
+
+
+def with_declared_speed():
+    """A block in which all stores have that speed. To measure one takes a second, which `test_store_speeds` spends."""
+    speed = Speed(out=DECLARED, back=DECLARED, spread=0.0, measured_bytes=0)
+
+    def declared(*_):  # a Mock would keep the stores that it was called with
+        return speed
+
+    return mock.patch.object(store_sizes, "measured_speed", declared)
 
 
 def keep_all(count):

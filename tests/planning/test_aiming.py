@@ -3,14 +3,13 @@
 import random
 from dataclasses import replace
 
-import pytest
-
 from schedules.joint_chains import best, chain
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.halves import Halves
 from torchremat.schedules.adjustments import beside_values
 from torchremat.schedules.joint import Beside, live, split
 from torchremat.schedules.saving import Saver
+from turns import in_turn
 
 
 class Programs:
@@ -50,7 +49,7 @@ def made_up(seed, steps=8):
     return joint, Beside(first=first)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@in_turn("seed", range(8))
 def test_the_split_is_the_best_by_what_programs_need(seed):
     joint, beside = made_up(seed)
     programs = Programs(joint, beside)
@@ -102,7 +101,7 @@ def test_what_does_not_fit_after_all_is_left_for_what_does():
     assert programs.made <= 6
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn("seed", range(4))
 def test_the_lowest_where_nothing_fits_is_found_again_when_it_is_asked_for(seed):
     joint, beside = made_up(seed)
     programs = Programs(joint, beside, odd=lambda found: hash(found.saved) % 3)

@@ -33,6 +33,7 @@ from torchremat import (
 )
 from torchremat.pipeline import attach, plan_stages
 from torchremat.tensors.versioned import Versioned
+from turns import in_turn
 
 
 def step(model):
@@ -497,7 +498,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("call", "name"), FLAGS)
-@pytest.mark.parametrize("value", ["no", 3, 0, torch.tensor(True)], ids=str)
+@in_turn("value", ["no", 3, 0, torch.tensor(True)])
 def test_options_that_are_on_or_off_are_nothing_else(call, name, value):
     # "no" was taken for on, and 0 for off, without a word.
     ran = []

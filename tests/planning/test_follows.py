@@ -9,10 +9,11 @@ from torch import nn
 
 from planning.following import executed, first_difference, simulated
 from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, square
-from planning.steps import mixtures, profile, random_loads, random_tree, text
+from planning.steps import mixtures, profile, random_loads, random_tree, text, with_declared_speed
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
 from torchremat import Host, Session
+from turns import in_turn
 
 PARTS = {
     "linear": linear,
@@ -70,7 +71,7 @@ def test_a_step_is_what_the_simulator_says(name):
     check(model, step, random.Random(name))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn("seed", range(12))
 def test_a_step_of_a_random_model_is_what_the_simulator_says(seed):
     torch.manual_seed(seed)
     rng, x = random.Random(seed), inputs()
@@ -83,7 +84,8 @@ def test_a_step_of_a_random_model_is_what_the_simulator_says(seed):
 def test_a_step_with_a_store_is_what_the_simulator_says(name):
     model, step = KINDS[name]()
     pair, rng = profile(model, step), random.Random(name)
-    [stored] = weighed(model, subject_of(step, model, None), pair, [Host()])
+    with with_declared_speed():
+        [stored] = weighed(model, subject_of(step, model, None), pair, [Host()])
     profiles, events = [pair.blocks, mixed(pair, frozenset(divisible(pair)))], []
 
     for own in profiles * 3:

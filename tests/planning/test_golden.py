@@ -26,9 +26,9 @@ import decoders
 import models
 import zoo
 from planning.kinds import KINDS
-from probes.planning import Bandwidth, KeepNode, ProfilePair, Speed, profiled_together
+from planning.steps import with_declared_speed
+from probes.planning import KeepNode, ProfilePair, profiled_together
 from probes.planning import profiled_step as planners
-from probes.planning import store_sizes as weighing
 from stages.blocks import Block
 from torchremat import Adaptive, BudgetError, Compressed, Disk, Pipe, Planner, codecs
 from torchremat.pipeline import StagePlanner
@@ -118,17 +118,9 @@ def timeless(*args):
     return dataclasses.replace(agreed, pair=ProfilePair(blocks=without_seconds(pair.blocks), leaves=leaves))
 
 
-# A store that takes about as long for a block's tensors as the device of no name for computing them.
-DECLARED = Bandwidth(tensor_s=1e-5, byte_s=1e-10, busy_tensor_s=2e-6, busy_byte_s=2e-11)
-
-
 def stored(make, store, **options):
     """The plans of a model with a store of a declared speed."""
-    speed = Speed(out=DECLARED, back=DECLARED, spread=0.0, measured_bytes=0)
-    with (
-        mock.patch.object(planners, "profiled_together", timeless),
-        mock.patch.object(weighing, "measured_speed", return_value=speed),
-    ):
+    with mock.patch.object(planners, "profiled_together", timeless), with_declared_speed():
         return planned(make, IN_STORES, stores=[store()], **options)
 
 

@@ -12,6 +12,7 @@ import models
 from planning.kinds import KINDS, inputs, linear, square
 from planning.steps import blocks, profile, text, traced_peak, under
 from probes.planning import KeepNode, PlanOptions, RegionNode, Search, SearchBudget, Solver, fitted, predict
+from turns import in_turn
 
 
 @cache
@@ -94,7 +95,7 @@ def uneven(seed, blocks):
     return model, lambda m: square(m(x))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn("seed", range(4))
 def test_no_tree_is_cheaper_than_the_one_found(seed):
     own = blocks(*uneven(seed, 5))
     solver = Solver(own, "flops")
@@ -109,7 +110,7 @@ def test_no_tree_is_cheaper_than_the_one_found(seed):
         assert found.prediction.flops == min(one.flops for one in judged.values() if one.peak_bytes <= limit)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn("seed", range(4))
 def test_the_floor_is_the_lowest_of_all_trees(seed):
     own = blocks(*uneven(seed, 5))
     lowest = min(predict(own, tree).peak_bytes for tree in every_tree(0, len(own.units.units) - 1))

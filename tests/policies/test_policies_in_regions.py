@@ -44,6 +44,7 @@ from torchremat.policies import (
     save_operators,
     save_smaller_than,
 )
+from turns import in_turn
 
 aten = torch.ops.aten
 
@@ -89,7 +90,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("policy", ALL, ids=[getattr(one, "__name__", repr(one)) for one in ALL])
-@pytest.mark.parametrize("how", ["once", "twice", "double", "session", "batched", "autograd.grad in parts"])
+@in_turn("how", ["once", "twice", "double", "session", "batched", "autograd.grad in parts"])
 def test_gradients_are_those_of_the_plain_run(policy, how):
     block, x = block_and_input()
 

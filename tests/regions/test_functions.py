@@ -8,6 +8,7 @@ from logs import Log
 from regions.comparing import Counted, leaf, same
 from torchremat import UnsupportedError, checkpoint, checkpointed
 from torchremat.policies import save_operators
+from turns import in_turn
 
 
 def three(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -29,7 +30,7 @@ def test_a_decorated_function_is_recomputed_and_looks_the_same():
 
 
 # Names that functions of ours have for their own parameters, through which a call goes.
-@pytest.mark.parametrize("name", ["self", "run", "body", "args", "kwargs", "operators", "last", "label"])
+@in_turn("name", ["self", "run", "body", "args", "kwargs", "operators", "last", "label"])
 @pytest.mark.parametrize("options", [{}, {"debug": True}, {"check": "values"}, {"policy": save_operators("aten.exp")}])
 def test_a_keyword_may_have_any_name(name, options):
     counted, x = Counted(three), leaf(4)

@@ -3,12 +3,11 @@
 from itertools import product
 from random import Random
 
-import pytest
-
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
 from torchremat.schedules.pipelines import parse
 from torchremat.stages.choosing import Choices
 from torchremat.stages.loads import DeviceLoad, loads_of
+from turns import in_turn
 
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
 
@@ -56,7 +55,7 @@ def peak(load, picked):
     return load.beside_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn("seed", range(5))
 def test_cheapest(seed):
     random = Random(seed)
     shares = {0: some(random), 1: some(random)}

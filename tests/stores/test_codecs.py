@@ -9,6 +9,7 @@ from stores.conformance import filled, same
 from torchremat import UnsupportedError
 from torchremat.stores.codecs import BFloat16, Codec, Float8, Form, Int8, LossyCodec, MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.codecs.bits import pack_bits, pack_bits_anywhere, spread_bits
+from turns import in_turn
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 LOSSY = [BFloat16(), Int8(), Int8(group=16), Int8(group=10**7), Float8(), Float8(group=32)]
@@ -92,9 +93,7 @@ def test_indices_that_need_their_bytes_stay(ends, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "pair", [(0.0, 2.0), (0.0, -0.0), (1.5, 1.5), (float("-inf"), 0.0), (float("nan"), 1.0), (float("nan"), -1.0)]
-)
+@in_turn("pair", [(0.0, 2.0), (0.0, -0.0), (1.5, 1.5), (float("-inf"), 0.0), (float("nan"), 1.0), (float("nan"), -1.0)])
 def test_two_values_take_a_bit_for_each_element(pair, dtype):
     mask = filled((7, 40), torch.bool)
     tensor = torch.where(mask, *torch.tensor(pair, dtype=dtype))

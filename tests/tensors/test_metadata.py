@@ -8,6 +8,7 @@ from logs import Log
 from regions.comparing import Counted, leaf, same
 from torchremat import CheckpointError, checkpoint, checkpointed
 from torchremat.tensors.metadata import agree, metadata_of, with_strides
+from turns import in_turn
 
 ALIKE = {
     "itself": lambda: (torch.ones(2, 3), torch.ones(2, 3)),
@@ -112,7 +113,7 @@ def through_lists():
 
 
 @pytest.mark.parametrize("hooks", [save_on_cpu, through_numpy, through_lists])
-@pytest.mark.parametrize("name", STRIDES)
+@in_turn("name", STRIDES)
 def test_a_region_inside_foreign_hooks_sees_the_strides_of_its_forward(name, hooks):
     x = torch.arange(24.0).reshape(4, 6).div(24).requires_grad_()
     seen = Log()

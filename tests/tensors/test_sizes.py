@@ -4,6 +4,7 @@ import pytest
 
 from torchremat.errors import BudgetError
 from torchremat.tensors.sizes import format_bytes, parse_bytes
+from turns import in_turn
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_sizes(size: int | str, count: int):
     assert parse_bytes(size) == count
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "size",
     [True, False, float("nan"), 6.0, -1, 0, "0B", "0.5 B", "-6GiB", "6GB/s", "", " ", "6", "6Gib it", "6b b", "nan GiB",
      "inf GB", "1e3 MB", "6 Gi B", "60%", "٦GiB", None, b"6GiB", [6]],

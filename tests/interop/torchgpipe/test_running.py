@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from logs import Count, Log
 from torchremat.errors import PipelineError
 from torchremat.interop.torchgpipe import GPipe, is_checkpointing, is_recomputing
+from turns import in_turn
 
 MODES = ["never", "always", "except_last"]
 
@@ -434,7 +435,7 @@ def test_g16_no_grad():
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", range(1, 9))
+@in_turn("chunks", range(1, 9))
 def test_g16_gradients_are_those_of_the_plain_model(checkpoint, chunks):
     plain = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 1))
     model = GPipe(copy.deepcopy(plain), [2, 2, 1, 1], devices=["cpu"] * 4, chunks=chunks, checkpoint=checkpoint)
