@@ -102,8 +102,10 @@ def results(case, run):
 
 def plainly(body, carry, xs, steps):
     outputs = []
-    for index in range(steps):
-        carry, output = body(carry, None if xs is None else xs.unbind()[index])
+    # One `unbind`: with `xs[index]` second derivatives are summed in another order.
+    slices = [None] * steps if xs is None else xs.unbind()
+    for x in slices:
+        carry, output = body(carry, x)
         outputs.append(output)
     if body.outputs == "none":
         return carry, None
