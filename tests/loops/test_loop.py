@@ -1,6 +1,7 @@
 """A loop has the gradients of the plain loop, and runs as many steps again as its schedule says."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchremat.schedules.binomial import advances
 from torchremat.schedules.online import OnlineBorders
 
 STEPS = 23
+STATES = STEPS * 5056  # each step draws, and keeps the state of its generator
 
 
 class Machine:
@@ -92,7 +94,7 @@ def test_with_a_budget_runs_are_as_the_schedule_says(budget):
     machine, schedules = Machine(), []
 
     plain, _ = machine.results(machine.plain)
-    found, runs = machine.results(lambda: machine.loop(budget=budget, on_schedule=schedules.append))
+    found, runs = machine.results(lambda: machine.loop(budget=budget + STATES, on_schedule=schedules.append))
 
     assert_equal(found, plain)
     assert runs == STEPS + schedules[0].recomputed_steps
@@ -153,7 +155,7 @@ def in_a_session(loss):
         twice(loss)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000}])
+@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
 @pytest.mark.parametrize("backward", [twice, in_a_session])
 def test_a_second_backward(backward, options):
     machine = Machine()
@@ -173,7 +175,7 @@ def test_a_session_shares_one_recompute():
     assert runs == STEPS + advances(STEPS, 3)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000}])
+@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
 def test_a_double_backward(options):
     machine = Machine()
 
@@ -188,7 +190,7 @@ def test_a_double_backward(options):
     assert_equal(found, plain)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000}])
+@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
 def test_in_a_region(options):
     machine = Machine()
 
@@ -330,6 +332,47 @@ def test_under_torch_func(transform):
 
     assert torch.equal(found, transform(plain))
     assert count.value >= 9
+
+
+# Dynamo looks at the gradients of all that a resumed function is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_in_compiled_functions():
+    w = torch.linspace(0.5, 1.5, 3, requires_grad=True)
+    compiled_wave = torch.compile(wave, backend="eager")
+
+    def step(h, inner=wave):
+        return loop(lambda h, _: (inner(h, w), None), h, length=9, slots=2)[0].sum()
+
+    (plain,) = torch.autograd.grad(step(torch.ones(3)), w)
+    (around,) = torch.autograd.grad(torch.compile(step, backend="eager")(torch.ones(3)), w)
+    (inside,) = torch.autograd.grad(step(torch.ones(3), compiled_wave), w)
+
+    assert torch.equal(around, plain)
+    assert torch.equal(inside, plain)
+
+
+def test_backwards_in_several_threads():
+    machine, found = Machine(), []
+    machine.norm.eval()  # buffers belong to all threads
+    plain, _ = machine.results(machine.plain)
+
+    def work(loss):
+        found.append(torch.autograd.grad(loss, machine.leaves, retain_graph=True))
+
+    torch.manual_seed(3)
+    for leaf in machine.leaves:
+        leaf.grad = None
+    carry, (first, second) = machine.loop(budget=5000 + STATES)
+    loss = carry["h"].sum() + carry["sum"][0] / 10 + first.square().mean() + second[5].sum()
+    threads = [threading.Thread(target=work, args=(loss,)) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+
+    assert len(found) == 4
+    for gradients in found:
+        assert_equal(gradients, plain[1 : 1 + len(machine.leaves)])
 
 
 def test_ten_thousand_steps_need_no_stack_and_leave_nothing():

@@ -20,11 +20,12 @@ Each step is a region, and the loop is what is around them: the inputs of a step
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
 from torchremat.tensors.held import HeldTensor
+from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.loops.stretches import Stretches
@@ -100,6 +101,41 @@ class Carry:
     def wait(self, tensors: list[Tensor]) -> None:
         """Let tensors wait for the region of the step."""
         self.waiting = {place: tensors[place] for place in self.places}
+
+
+class HeldInput(HeldTensor):
+    """A tensor that the region of a step holds by the loop around it: its carry's, or a slice.
+
+    Args:
+        tensor: The tensor, of no subclass and without attributes.
+        source: Brings it back.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, source: InputSource) -> None:
+        self.requires_grad = tensor.requires_grad
+        self.version = version_of(tensor)
+        self._kept = source
+        self._unpack = InputSource.unpack
+        self._alias = self._original = self._attributes = None
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, a leaf of its own."""
+        alias = cast("InputSource", self._kept).unpack().detach()
+        return alias.requires_grad_() if self.requires_grad else alias
+
+
+class InputSource(Protocol):
+    """What the region of a step holds in place of a tensor."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            ChangedError: It was written in place since the forward.
+        """
+        ...
 
 
 class CarriedInput:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import Leaf, leaves_of, place_of, same_structure, split
 
 
@@ -66,11 +67,10 @@ class CarryCheck:
                 f"given {_places(self._template)}."
             )
         for place, (tensor, then) in enumerate(zip(tensors, self._form, strict=True)):
-            now = _form(tensor)
-            if now != then:
+            if tensor.shape != then[0] or tensor.dtype != then[1] or tensor.device != then[2]:
                 raise UnsupportedError(
-                    f"{where}: the body changed `{self._name(place)}`: {_words(now)}, where the loop was given "
-                    f"{_words(then)}. A carry keeps its shapes, dtypes and devices."
+                    f"{where}: the body changed `{self._name(place)}`: {_words(_form(tensor))}, where the loop was "
+                    f"given {_words(then)}. A carry keeps its shapes, dtypes and devices."
                 )
         self.tensors = tensors
         self._versions = [version_of(one) for one in tensors]
@@ -80,11 +80,15 @@ class CarryCheck:
         return f"carry{place_of(self._template, place)}"
 
 
-def _form(tensor: Tensor) -> Metadata:
-    return (*metadata_of(tensor)[:3], tensor.layout)
+# Of a tensor that every step has to return alike.
+Form: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def _words(form: Metadata) -> str:
+def _form(tensor: Tensor) -> Form:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _words(form: Form) -> str:
     return f"shape {tuple(form[0])}, {form[1]}, {form[2]}"
 
 

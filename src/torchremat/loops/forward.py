@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import CarriedInput, Carry, LoopStep
+from torchremat.loops.carries import CarriedInput, Carry, HeldInput, InputSource, LoopStep
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import Stretches
+from torchremat.regions.inputs import Inputs
 from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
 from torchremat.stores.offloading import Offload
+from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
 
 # From a carry and a slice of what is scanned to the next carry and an output.
@@ -78,7 +81,7 @@ class Forward:
         elif in_slot or self.previous is None:
             here.held = [region.held_tensor(one) for one in tensors]
             self.stretches.add(here)
-        inputs: dict[int, CarriedInput | SlicedInput] = {}
+        inputs: dict[int, InputSource] = {}
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter) and id(tensor) not in inputs:  # a region holds these by itself
                 inputs[id(tensor)] = CarriedInput(self.stretches, here, place)
@@ -88,10 +91,15 @@ class Forward:
                 inputs[id(tensor)] = SlicedInput(self.held, place, index)
         here.kept = tensors  # a backward inside the step may ask for it
         try:
-            if not self.is_transformed:
-                return self._call(region, inputs, carry, x)
+            if not self.is_transformed and all(map(_is_simple, tensors)):
+                region.inputs = Inputs(partial(_held, inputs))
+                return self._call(region, carry, x)
             with hooks_under_transforms():
-                return self._call(region, inputs, carry, x)
+                push_saved_tensor_hooks(partial(_next, iter(inputs.values())), _unpack)
+                try:
+                    return self._call(region, carry, x)
+                finally:
+                    pop_saved_tensor_hooks()
         finally:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
@@ -107,14 +115,22 @@ class Forward:
             return settings
         return replace(settings, check="values")
 
-    def _call(self, region: Region, inputs: dict[int, CarriedInput | SlicedInput], carry: object, x: object) -> object:
-        waiting = iter(inputs.values())
-        push_saved_tensor_hooks(lambda _: next(waiting), _unpack)
-        try:
-            return region.call(continued(self.body), (carry, x), {}, (self.body,))
-        finally:
-            pop_saved_tensor_hooks()
+    def _call(self, region: Region, carry: object, x: object) -> object:
+        return region.call(continued(self.body), (carry, x), {}, (self.body,))
 
 
-def _unpack(packed: CarriedInput | SlicedInput) -> Tensor:
+def _is_simple(tensor: Tensor) -> bool:
+    return (type(tensor) is Tensor and not tensor.__dict__) or isinstance(tensor, nn.Parameter)
+
+
+def _held(inputs: Mapping[int, InputSource], tensor: Tensor) -> HeldTensor:
+    source = inputs.get(id(tensor))
+    return HeldTensor(tensor) if source is None else HeldInput(tensor, source)
+
+
+def _next(inputs: Iterator[InputSource], _: Tensor) -> InputSource:
+    return next(inputs)
+
+
+def _unpack(packed: InputSource) -> Tensor:
     return packed.unpack()

@@ -24,6 +24,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
+@outside_graphs
 def loop(
     body: Callable[[C, X], tuple[C, Y]],
     carry: C,
@@ -102,7 +103,6 @@ def loop(
     return cast("tuple[C, Y]", _run(body, carry, xs, request, settings))
 
 
-@outside_graphs
 def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: Settings) -> tuple[object, object]:
     if not callable(body):
         raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")

@@ -31,16 +31,14 @@ class Stretches:
         slots: How many carries are in memory at a time, at least 1.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
             only at the beginning of a block.
-        advances: How many steps have run in recomputes for the next carry alone.
     """
 
-    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "advances", "block", "slots", "width")
+    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "block", "slots", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.slots = 1
         self.block = 1
-        self.advances = 0
         self._carries: list[ReferenceType[Carry]] = []  # those in slots, in the order of the steps
         self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
@@ -78,6 +76,9 @@ class Stretches:
             CheckpointError: A step before it differs from its forward.
             MutationError: An input or parameter was changed in place since.
         """
+        held = carry.held
+        if held is not None and carry.kept is None and not held[place].is_hooked:
+            return held[place].unpack()
         with self._lock:
             if place not in carry.waiting:
                 self._bring(carry)
@@ -106,7 +107,6 @@ class Stretches:
             del tensors
             try:
                 records = self._key if here.index >= began else None
-                self.advances += records is None
                 output = step.region.advance(records)
             finally:
                 here.waiting.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -19,7 +20,7 @@ class Inputs:
     """The inputs of a region's calls: tensors from outside, which it holds, and outputs of earlier calls.
 
     Args:
-        kind: How a tensor is held.
+        kind: Holds a tensor.
 
     Attributes:
         held: The tensors from outside.
@@ -27,7 +28,7 @@ class Inputs:
 
     __slots__ = ("_kind", "_known", "held")
 
-    def __init__(self, kind: type[HeldTensor] = HeldTensor) -> None:
+    def __init__(self, kind: Callable[[Tensor], HeldTensor] = HeldTensor) -> None:
         self._kind = kind
         self.held: list[HeldTensor] = []
         # Tensors seen so far, by id, each with its version.

@@ -304,10 +304,15 @@ class Region(Recomputable):
             CheckpointError: The recompute differs from the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
-        with self._lock:
-            if key is None or key in self.waiting.owners:
+        # A thread that holds the lock may wait for the caller.
+        if key is None or not self._lock.acquire(blocking=False):
+            return self._recompute(None, -1, returns=True).output
+        try:
+            if key in self.waiting.owners:
                 return self._recompute(None, -1, returns=True).output
             return self._recompute_for(key, -1, returns=True).output
+        finally:
+            self._lock.release()
 
     def abandon(self) -> None:
         """Release everything that is needed to run again, since no backward will run.

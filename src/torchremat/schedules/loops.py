@@ -106,7 +106,7 @@ class LoopSchedule:
         return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_from=kept_from)
 
     def __str__(self) -> str:
-        words = [f"{self.slots} slots"]
+        words = [f"{self.slots} slot{'s' if self.slots > 1 else ''}"]
         if self.steps is not None:
             words.insert(0, f"{self.steps} steps")
         if self.carry_bytes is not None:
