@@ -29,6 +29,7 @@ LADDER = [
     "policies",
     "views",
     "measuring",
+    "optimizing",
     "schedules",
     "pipeline",
     "planning",
