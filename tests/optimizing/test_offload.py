@@ -302,6 +302,20 @@ def test_parameters_that_are_added_later_are_stepped_and_stored():
     assert equal(stored.ends_with(), plain.ends_with())
 
 
+def test_planning_and_measuring_leave_stored_state_as_it_was():
+    plain, host = Loop(adamw).run(stop=4), Host()
+    loop = Loop(adamw, into(host)).run(stop=4)
+    stored_bytes = host.statistics.stored_bytes
+
+    measured = torchremat.measure(loop.model, lambda model: loss_of(model, 0), optimizer=loop.optimizer)
+    torchremat.plan(loop.model, lambda model: loss_of(model, 0), budget="90%", optimizer=loop.optimizer)
+
+    assert measured.optimizer_bytes == COUNTS
+    assert in_memory(loop.optimizer) == COUNTS
+    assert host.statistics.stored_bytes == stored_bytes
+    assert equal(loop.run(4, 6).ends_with(), plain.run(4, 6).ends_with())
+
+
 def test_a_lossy_codec_is_the_users_word():
     store = Compressed(Host(), lossy=codecs.BFloat16())
     plain, lossy = Loop(adamw).run(stop=5), Loop(adamw, into(store)).run(stop=5)

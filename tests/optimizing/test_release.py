@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
 from optimizing.loops import KINDS, ByTheNormOfAll, Lion, Loop, Noisy, equal, loss_of, net
@@ -298,6 +299,53 @@ def test_biases_alone_step_before_the_region_of_their_layers_recomputes():
         return [*model.parameters()]
 
     assert equal(trained(release_gradients), trained(lambda *_: None))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_reentrant_checkpoints_work_unless_they_share_a_parameter(shares):
+    """An inner backward completes what is only a part of the gradient of a shared parameter."""
+
+    def trained(prepare):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        layers[1].weight = layers[0].weight if shares else layers[1].weight
+        model = nn.ModuleList(layers)
+        optimizer = adamw(model)
+        prepare(model, optimizer)
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(4, 8, requires_grad=True)
+            optimizer.zero_grad()
+            for layer in model:
+                x = torch_checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=True)
+            x.sum().backward()
+            optimizer.step()
+        return [*model.parameters()]
+
+    if shares:
+        with pytest.raises((UnsupportedError, RuntimeError), match=r"weight is read, and it was released"):
+            trained(release_gradients)
+    else:
+        assert equal(trained(release_gradients), trained(lambda *_: None))
+
+
+def test_sparse_gradients_are_released():
+    def trained(prepare):
+        torch.manual_seed(0)
+        model = nn.Embedding(50, 8, sparse=True)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        prepare(model, optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([number, 7, 7])).square().sum().backward()
+            released = type(model.weight.grad)
+            optimizer.step()
+        return [*model.parameters()], released.__name__
+
+    plain, released = trained(lambda *_: None), trained(release_gradients)
+
+    assert equal(released[0], plain[0])
+    assert released[1] == "ReleasedGradient"
 
 
 def test_a_graph_that_is_kept_raises():

@@ -106,8 +106,10 @@ class StateEntries(dict[object, object]):
         left: list[tuple[list[Handle], Tensor]] = []
         for key in list(dict.keys(self)):
             held = [dict.__getitem__(self, key)]
-            if isinstance(held[0], Tensor) and _is_alone(cast("list[Tensor]", held)):
-                tensor = held.pop()
+            if not isinstance(held[0], Tensor) or held[0].nbytes < min_bytes:
+                continue
+            if _is_alone(cast("list[Tensor]", held)):
+                tensor = cast("Tensor", held.pop())
                 stored = _stored(tensor, store, min_bytes)
                 if stored is not None:
                     dict.__setitem__(self, key, stored)

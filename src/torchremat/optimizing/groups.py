@@ -12,7 +12,8 @@ the whole step began with, and each part of a group has to leave the same option
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,46 +31,52 @@ class GroupOptions:
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        self._kept = [(group, _options_of(group)) for group in groups]
+        self._kept = [_Kept(group, dict(group), _versions_in(group)) for group in groups]
 
     def put_back(self) -> None:
         """Give the groups these options again."""
-        for group, before in self._kept:
-            if _options_of(group) != before:
-                for name in group.keys() - before.keys() - {"params"}:
-                    del group[name]
-                group.update({name: one.value for name, one in before.items()})
+        for one in self._kept:
+            for name in one.differing():
+                if name in one.options:
+                    one.group[name] = one.options[name]
+                else:
+                    del one.group[name]
 
     def differing(self) -> list[str]:
         """Return the names of the options that groups have otherwise by now."""
-        found: dict[str, None] = {}
-        for group, before in self._kept:
-            now = _options_of(group)
-            found |= dict.fromkeys(name for name in {**before, **now} if before.get(name) != now.get(name))
-        return list(found)
+        return list(dict.fromkeys(name for one in self._kept for name in one.differing()))
 
 
-class _Option:
-    """An option, which equals another if no step can tell the two apart."""
+class _Kept(NamedTuple):
+    group: Group
+    options: Group
+    versions: list[tuple[str, int]]
 
-    __slots__ = ("value", "version")
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-        self.version = value._version if isinstance(value, Tensor) else 0
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Option):
-            return False
-        if isinstance(self.value, Tensor) or isinstance(other.value, Tensor):
-            return self.value is other.value and self.version == other.version
-        return type(self.value) is type(other.value) and (self.value is other.value or self.value == other.value)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  it is compared, and never looked up
+    def differing(self) -> list[str]:
+        now, before = self.group, self.options
+        found = [name for name, version in self.versions if name in now and _version_of(now[name]) != version]
+        if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+            return found
+        names = (name for name in {**before, **now} if name != "params" and name not in found)
+        return found + [name for name in names if not _is_same(now.get(name, _MISSING), before.get(name, _MISSING))]
 
 
-def _options_of(group: Group) -> dict[str, _Option]:
-    return {name: _Option(value) for name, value in group.items() if name != "params"}
+_MISSING = object()
+
+
+def _versions_in(group: Group) -> list[tuple[str, int]]:
+    return [(name, one._version) for name, one in group.items() if isinstance(one, Tensor)]
+
+
+def _version_of(one: object) -> int:
+    return one._version if isinstance(one, Tensor) else -1
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether no step can tell two options apart."""
+    if one is other:
+        return True
+    return type(one) is type(other) and not isinstance(one, Tensor) and one == other
 
 
 def groups_by_parameter(optimizer: Optimizer) -> dict[int, Group]:

@@ -173,8 +173,9 @@ class GradientRelease:
         if steps.is_done(parameter):
             raise UnsupportedError(
                 f"the gradient of {name} is complete for a second time, and its parameter has stepped on the first. "
-                "Call `optimizer.step()` after each backward; with several backwards, or reentrant checkpoints that "
-                "share a parameter, say release_gradients(..., accumulates=True) and last_microbatch()."
+                "Call `optimizer.step()` after each backward; with several backwards for a step say "
+                "release_gradients(..., accumulates=True) and last_microbatch(). After a backward that has failed in "
+                "the middle, load a checkpoint: some parameters have made its step."
             )
 
     def _tombstone(self, steps: PartialSteps, parameter: Tensor) -> ReleasedGradient:
