@@ -3,6 +3,7 @@
 groups.py         the options of an optimizer's groups, and its step on some of its parameters
 separability.py   whether an optimizer's step is the same on all parameters at once and on one after the other
 partial_steps.py  the step of an optimizer, made in parts
+rehearsal.py      a part of a step that is run to be measured
 tombstones.py     what stands in place of a gradient that was freed
 release.py        `release_gradients`: each parameter's part of the step, in the backward
 entries.py        the state of one parameter, of which a store has the tensors

@@ -16,15 +16,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
+from torchremat.optimizing.rehearsal import undone
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 
@@ -45,6 +47,19 @@ def partial_steps(optimizer: Optimizer) -> PartialSteps:
     if found is None:
         found = _all[optimizer] = PartialSteps(optimizer)
     return found
+
+
+class _Rehearsed(NamedTuple):
+    """The parts of a step that are run to be measured, in one backward."""
+
+    task: int
+    options: GroupOptions
+    group_of: dict[int, Group]
+
+
+def steps_in_parts(optimizer: Optimizer) -> PartialSteps | None:
+    """Return the object that makes an optimizer's step in parts; None if nothing does."""
+    return _all.get(optimizer)
 
 
 class PartialSteps:
@@ -72,6 +87,8 @@ class PartialSteps:
         self._group_of: dict[int, Group] = {}
         self._done: dict[int, None] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._rehearsed: _Rehearsed | None = None
+        self._stayed_bytes = 0
         self._known = 0  # how many parameters had state when the step was opened
 
     @property
@@ -134,6 +151,59 @@ class PartialSteps:
             except BaseException as error:
                 error.add_note(self._where_it_stands(parameters, is_written=is_written))
                 raise
+
+    def rehearse(self, parameters: Sequence[Tensor], *, is_last: bool = False) -> None:
+        """Run the part of the step for some parameters as it would run, and undo it. See `rehearsal`.
+
+        Args:
+            parameters: The parameters.
+            is_last: Whether no other part follows; in a backward its end says so.
+
+        Raises:
+            UnsupportedError: It cannot be undone.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        task, state = current_graph_task(), optimizer.state
+        with self._lock:
+            if self._rehearsed is None or self._rehearsed.task != task:
+                options = GroupOptions(optimizer.param_groups)
+                self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
+                if task >= 0:
+                    at_end_of_backward(self.end_rehearsal)
+            made = [one for one in parameters if one not in state]
+            if self.mover is not None:
+                self.mover.take(state, parameters)
+            with undone(state, parameters), _without_autocast(parameters[0].device):
+                step_on(optimizer, parameters, self._rehearsed.group_of)
+            self._rehearsed.options.put_back()
+            if self.mover is not None:
+                self.mover.give(state, parameters)
+            for one in made:
+                entries = dict.values(state.pop(one, {}))
+                self._stayed_bytes += sum(value.nbytes for value in entries if isinstance(value, Tensor))
+            if is_last:
+                self.end_rehearsal()
+
+    def rehearse_step(self) -> int:
+        """Run all parts that a user's `step()` makes of a step, and undo them.
+
+        Returns:
+            The bytes of state that the parts made, and that would have stayed in memory.
+        """
+        optimizer, self._stayed_bytes = self._optimizer(), 0
+        if optimizer is not None and self.mover is not None:
+            slices = list(self.mover.slices(_with_gradients(optimizer)))
+            for number, some in enumerate(slices, 1):
+                self.rehearse(some, is_last=number == len(slices))
+        return self._stayed_bytes
+
+    def end_rehearsal(self) -> None:
+        """End the parts that were run to be measured."""
+        self._rehearsed = None
+        if self.mover is not None:
+            self.mover.end()
 
     def _open(self, optimizer: Optimizer) -> GroupOptions:
         if self._options is None:

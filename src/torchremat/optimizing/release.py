@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.optimizers import Optimizer, parameters_of
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.tombstones import ReleasedGradient
+from torchremat.regions.rehearsals import is_rehearsing
 
 
 class GradientRelease:
@@ -54,13 +55,14 @@ class GradientRelease:
         self._most_norm: tuple[float, Tensor] | None = None
         self._tombstones: dict[int, ReleasedGradient] = {}
         self._hooks: dict[int, RemovableHandle] = {}
+        self._hook = ReleasingHook(self, frees_gradient=not accumulates)
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
         for one in parameters_of([optimizer]):
             # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
             if id(one) not in self._hooks and one.requires_grad:
-                self._hooks[id(one)] = one.register_post_accumulate_grad_hook(partial(_complete, ref(self)))
+                self._hooks[id(one)] = one.register_post_accumulate_grad_hook(self._hook)
 
     def last_microbatch(self) -> None:
         """Declare that the next backward is the last one before `optimizer.step()`, so that it releases.
@@ -146,7 +148,14 @@ class GradientRelease:
     def complete(self, parameter: Tensor) -> None:
         """Step on a parameter whose gradient is complete, and free the gradient."""
         gradient, steps = parameter.grad, self._owner()
-        if steps is None or gradient is None or (not self._is_last and self._norms is None):
+        if steps is None or gradient is None:
+            return
+        if is_rehearsing():
+            del gradient
+            steps.rehearse([parameter], is_last=current_graph_task() < 0)
+            parameter.grad = None
+            return
+        if not self._is_last and self._norms is None:
             return
         self._check_backward(steps, parameter)
         if self._norms is not None:
@@ -209,10 +218,24 @@ class GradientRelease:
         self._watch(optimizer)  # parameters that were added since
 
 
-def _complete(release: ReferenceType[GradientRelease], parameter: Tensor) -> None:
-    own = release()
-    if own is not None:
-        own.complete(parameter)
+class ReleasingHook:
+    """A hook of parameters, which runs when autograd has added a gradient. It does not own the release.
+
+    Attributes:
+        frees_gradient: Whether no gradient remains from one backward to the next.
+    """
+
+    __slots__ = ("_release", "frees_gradient")
+
+    def __init__(self, release: GradientRelease, *, frees_gradient: bool) -> None:
+        self._release = ref(release)
+        self.frees_gradient = frees_gradient
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Release the gradient."""
+        own = self._release()
+        if own is not None:
+            own.complete(parameter)
 
 
 def _words(parameter: str, optimizer: str) -> str:
@@ -291,4 +314,4 @@ def release_gradients(
 
 def _is_released(parameter: Tensor) -> bool:
     hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(one, partial) and one.func is _complete for one in hooks.values())
+    return any(isinstance(one, ReleasingHook) for one in hooks.values())

@@ -47,6 +47,11 @@ class ReleasedGradient(Tensor):
         """Return that no other tensors are inside, so that code which counts bytes finds none."""
         return [], None
 
+    @staticmethod
+    def __tensor_unflatten__(*_: object) -> NoReturn:
+        """Raise: nothing makes one but a release."""
+        raise bug("a released gradient is made from parts")
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ReleasedGradient(shape={tuple(self.shape)})"
 
