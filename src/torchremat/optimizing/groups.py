@@ -31,7 +31,7 @@ class GroupOptions:
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        self._kept = [_Kept(group, dict(group), _versions_in(group)) for group in groups]
+        self._kept = [_KeptOptions(group, dict(group), _versions_in(group)) for group in groups]
 
     def put_back(self) -> None:
         """Give the groups these options again."""
@@ -47,7 +47,7 @@ class GroupOptions:
         return list(dict.fromkeys(name for one in self._kept for name in one.differing()))
 
 
-class _Kept(NamedTuple):
+class _KeptOptions(NamedTuple):
     group: Group
     options: Group
     versions: list[tuple[str, int]]
