@@ -303,16 +303,16 @@ def test_parameters_that_are_added_later_are_stepped_and_stored():
 
 
 def test_planning_and_measuring_leave_stored_state_as_it_was():
-    plain, host = Loop(adamw).run(stop=4), Host()
-    loop = Loop(adamw, into(host)).run(stop=4)
-    stored_bytes = host.statistics.stored_bytes
+    plain, disk = Loop(adamw).run(stop=4), Disk()
+    loop = Loop(adamw, into(disk)).run(stop=4)
+    stored_bytes = disk.statistics.stored_bytes
 
     measured = torchremat.measure(loop.model, lambda model: loss_of(model, 0), optimizer=loop.optimizer)
-    torchremat.plan(loop.model, lambda model: loss_of(model, 0), budget="90%", optimizer=loop.optimizer)
+    torchremat.plan(loop.model, lambda model: loss_of(model, 0), budget="min", optimizer=loop.optimizer)
 
     assert measured.optimizer_bytes == COUNTS
     assert in_memory(loop.optimizer) == COUNTS
-    assert host.statistics.stored_bytes == stored_bytes
+    assert disk.statistics.stored_bytes == stored_bytes
     assert equal(loop.run(4, 6).ends_with(), plain.run(4, 6).ends_with())
 
 
