@@ -30,6 +30,7 @@ LADDER = [
     "policies",
     "views",
     "measuring",
+    "optimizing",
     "schedules",
     "loops",
     "pipeline",

@@ -39,6 +39,8 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_data import Saved
 from torchremat.measuring.saved_report import SavedReport
+from torchremat.optimizing.release import GradientRelease, release_gradients
+from torchremat.optimizing.stored_state import OptimizerOffload, offload_optimizer
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.bounds.certificates import Certificate
 from torchremat.planning.compiling.compilation import Compiled, compiled
@@ -92,6 +94,7 @@ __all__ = [
     "Freed",
     "Frontier",
     "FrontierPoint",
+    "GradientRelease",
     "GuardError",
     "GuardedStep",
     "Host",
@@ -101,6 +104,7 @@ __all__ = [
     "Measurement",
     "MutationError",
     "Offload",
+    "OptimizerOffload",
     "OrderWarning",
     "PeakPartitioner",
     "Pipe",
@@ -146,7 +150,9 @@ __all__ = [
     "measure",
     "name",
     "offload",
+    "offload_optimizer",
     "plan",
+    "release_gradients",
     "run_once",
     "saved",
     "session",

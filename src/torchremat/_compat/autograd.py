@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -63,6 +64,13 @@ at_end_of_backward = cast(
 
 # A view of the negative of a tensor, made by setting a bit.
 negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="stores"))
+
+
+# A context in which writes to tensors leave their versions as they are.
+preserved_versions = cast(
+    "Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]",
+    private("autograd._unsafe_preserve_version_counter", needed_for="measuring released gradients"),
+)
 
 
 def is_accumulating() -> bool:

@@ -92,7 +92,7 @@ class Forward:
         here.kept = tensors  # a backward inside the step may ask for it
         try:
             if not self.is_transformed and all(map(_is_simple, tensors)):
-                region.inputs = Inputs(partial(_held, inputs))
+                region.recording.inputs = Inputs(partial(_held, inputs))
                 return self._call(region, carry, x)
             with hooks_under_transforms():
                 push_saved_tensor_hooks(partial(_next, iter(inputs.values())), _unpack)

@@ -149,7 +149,23 @@ def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> 
         )
 
     handle = register_optimizer_step_pre_hook(refuse)
+    _refusals.append(refuse)
     try:
         yield
     finally:
+        _refusals.remove(refuse)
         handle.remove()
+
+
+# For parts of a step, which run no hooks.
+_refusals: list[Callable[[Optimizer], None]] = []
+
+
+def check_may_step(optimizer: Optimizer) -> None:
+    """Raise if an optimizer may not step now.
+
+    Raises:
+        UnsupportedError: See NOTE [ Nobody steps while we run the step ]
+    """
+    for refuse in _refusals:
+        refuse(optimizer)

@@ -146,7 +146,8 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
         for item in cast(list[object], value):
             yield from tensors_in(item, sparse=sparse)
     elif isinstance(value, dict):
-        for item in cast(dict[object, object], value).values():
+        # Through the method of `dict`: a subclass may bring tensors back when it is asked.
+        for item in dict.values(cast(dict[object, object], value)):
             yield from tensors_in(item, sparse=sparse)
 
 

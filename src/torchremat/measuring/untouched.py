@@ -42,6 +42,7 @@ from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned
 
 
@@ -59,7 +60,8 @@ def untouched(
     """Set gradients aside for the block, and afterwards restore all state that the step may have changed; see above.
 
     Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
-    the first does without `set_to_none`, and the bytes of gradients are the same in each.
+    the first does without `set_to_none`, and the bytes of gradients are the same in each. A leaf has none if its hook
+    frees its gradient in each backward (`frees_gradient`), unless an optimizer steps in the block.
 
     Args:
         model: The model, or several, or None.
@@ -95,7 +97,7 @@ def untouched(
         stack.enter_context(_given_back(beside))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
-        stack.enter_context(_gradients(leaves, others))
+        stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
         writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
@@ -121,14 +123,21 @@ def gradient_leaves(
     return [tensor for tensor in {id(t): t for t in candidates}.values() if tensor.is_leaf and tensor.requires_grad]
 
 
+def frees_gradient(leaf: Tensor) -> bool:
+    """Return whether a hook of a leaf frees its gradient as soon as it is complete."""
+    hooks: dict[int, object] = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "frees_gradient", False) for hook in hooks.values())
+
+
 @contextmanager
-def _gradients(leaves: list[Tensor], others: list[Tensor]) -> Generator[None]:
+def _gradients(leaves: list[Tensor], others: list[Tensor], *, steps: bool) -> Generator[None]:
     """Set aside the gradients of leaves, and restore the gradients of other leaves, which the step may thaw, too."""
     aside = [leaf.grad for leaf in leaves]
     theirs = [(one, one.grad) for one in others]
     try:
         for leaf, grad in zip(leaves, aside, strict=True):
-            leaf.grad = torch.zeros_like(leaf if grad is None else grad, requires_grad=False)
+            like = leaf if grad is None or (is_wrapper(grad) and not is_wrapper(leaf)) else grad
+            leaf.grad = None if frees_gradient(leaf) and not steps else torch.zeros_like(like, requires_grad=False)
         yield
     finally:
         for leaf, grad in zip(leaves, aside, strict=True):

@@ -8,7 +8,7 @@ caller drops it, and not by some thread at an arbitrary time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -16,19 +16,14 @@ if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle
 
 
-@runtime_checkable
-class Settling(Protocol):
-    """A handle of a store that goes on reading a tensor after `put` has returned."""
-
-    def settle(self) -> None:
-        """Wait until the store no longer reads the tensor."""
-        ...
-
-
 def settle(handle: Handle) -> None:
-    """Wait until a store no longer reads the tensor it was given; no wait for a store that copied at once."""
-    if isinstance(handle, Settling):
-        handle.settle()
+    """Wait until a store no longer reads the tensor it was given; no wait for a store that copied at once.
+
+    A handle of a store that goes on reading after `put` has a method `settle` for this.
+    """
+    wait: Callable[[], None] | None = getattr(handle, "settle", None)
+    if wait is not None:
+        wait()
 
 
 @runtime_checkable

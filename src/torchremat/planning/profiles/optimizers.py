@@ -14,6 +14,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.optimizers import with_wrapped, without_hooks, words_for_wrapped
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
+from torchremat.optimizing.partial_steps import steps_in_parts
 from torchremat.planning.devices.machines import Machine
 from torchremat.state.reach import reach
 from torchremat.state.world import World
@@ -53,14 +54,19 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
         nothing = bytes_before(models=(), leaves=(), optimizers=optimizers, inputs=(), device=machine.device)
         return nothing.optimizer_bytes
 
+    parts = steps_in_parts(optimizer)
+    stayed_bytes = 0
     with stepped_and_undone(subject, optimizer) as step:
         before = state_bytes()
         with machine.stepping(), machine.record() as recorder:
-            for _ in range(1 if all(map(_is_of_torch, optimizers)) else _STEPS):
-                step()
-        after = state_bytes()
+            if parts is not None and parts.mover is not None:
+                stayed_bytes = parts.rehearse_step()  # its state is in a store, and not all in memory at once
+            else:
+                for _ in range(1 if all(map(_is_of_torch, optimizers)) else _STEPS):
+                    step()
+        after = state_bytes() + stayed_bytes
     return OptimizerBytes(
-        name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes
+        name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes + stayed_bytes
     )
 
 

@@ -1,0 +1,12 @@
+"""Gradients that are freed in the backward, and optimizer state that waits in a store.
+
+groups.py         the options of an optimizer's groups, and its step on some of its parameters
+separability.py   whether an optimizer's step is the same on all parameters at once and on one after the other
+partial_steps.py  the step of an optimizer, made in parts
+rehearsal.py      a part of a step that is run to be measured
+tombstones.py     what stands in place of a gradient that was freed
+release.py        `release_gradients`: each parameter's part of the step, in the backward
+entries.py        the state of one parameter, of which a store has the tensors
+moving.py         state that comes in ahead of its part of the step, and goes out after it
+stored_state.py   `offload_optimizer`: the state of an optimizer in a store
+"""

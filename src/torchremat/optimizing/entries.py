@@ -1,0 +1,229 @@
+"""The state of one parameter, of which a store has the tensors.
+
+NOTE [ State that is not in memory ]
+`optimizer.state[parameter]` is a dict, whoever wrote the optimizer. It becomes a dict that brings a tensor back when it
+is asked for it, so any code that reads the state finds all of it: the optimizer, a trainer, `copy.deepcopy`. What has
+been read is in memory again, until the parameter has made its next step.
+
+A tensor that other code holds (an entry of a `state_dict`, a view) stays: its memory would not become free, and what
+that code writes to it would be lost. So whoever holds a part of the state sees it change, as without a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.counts import holders_in_python, holders_in_torch, tensors_in
+from torchremat.stores.contents import Content, content_of
+from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.parts import is_wrapper
+
+
+class StoredPart:
+    """A tensor that a store has.
+
+    Attributes:
+        handle: The store's claim.
+    """
+
+    __slots__ = ("_content", "handle")
+
+    def __init__(self, handle: Handle, content: Content) -> None:
+        self.handle = handle
+        self._content = content
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The store's claims."""
+        return [self.handle]
+
+    def get(self) -> Tensor:
+        """Return the tensor in fresh memory, which it has for itself: a view would keep its base alive."""
+        return self._content.back(self.handle.get()).detach()
+
+
+class _Rebuilding(Protocol):
+    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
+
+
+class StoredWrapper:
+    """A tensor that wraps others, such as a DTensor, of which a store has the inner ones."""
+
+    __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
+
+    def __init__(self, tensor: Tensor, inner: dict[str, object], context: object) -> None:
+        self._kind = cast("Any", type(tensor))
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._inner = inner
+        self._context = context
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The store's claims."""
+        parts = [one for one in self._inner.values() if isinstance(one, StoredPart | StoredWrapper)]
+        return [handle for one in parts for handle in one.handles]
+
+    def get(self) -> Tensor:
+        """Return the tensor, in fresh memory."""
+        inner = {
+            name: one.get() if isinstance(one, StoredPart | StoredWrapper) else one for name, one in self._inner.items()
+        }
+        return self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+
+
+class StateEntries(dict[object, object]):
+    """The state of one parameter. See NOTE [ State that is not in memory ].
+
+    Every way of reading a value brings it back; `dict`'s own methods show what lies here.
+    """
+
+    def __init__(self, entries: Mapping[object, object]) -> None:
+        super().__init__(entries)
+
+    # ------------------------------------------------------------------------------------------------------ the store
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The store's claims on the tensors that are not in memory."""
+        return [
+            handle for one in dict.values(self) if isinstance(one, StoredPart | StoredWrapper) for handle in one.handles
+        ]
+
+    def put_away(self, store: Store, min_bytes: int) -> list[tuple[list[Handle], Tensor]]:
+        """Put the tensors into a store that no other code holds; return them, as the store may go on reading them.
+
+        Args:
+            store: The store; a tensor for which it has no room stays.
+            min_bytes: Smaller tensors stay.
+
+        Raises:
+            StoreError: The store is strict, and has no room. The tensor that it refused is in memory.
+        """
+        left: list[tuple[list[Handle], Tensor]] = []
+        for key in list(dict.keys(self)):
+            held = [dict.__getitem__(self, key)]
+            if not isinstance(held[0], Tensor) or held[0].nbytes < min_bytes:
+                continue
+            if _is_alone(cast("list[Tensor]", held)):
+                tensor = cast("Tensor", held.pop())
+                stored = _stored(tensor, store, min_bytes)
+                if stored is not None:
+                    dict.__setitem__(self, key, stored)
+                    left.append((stored.handles, tensor))
+        return left
+
+    def bring_back(self) -> None:
+        """Bring all tensors back.
+
+        Raises:
+            StoreError: One cannot be brought back. Those before it are in memory, the others still in the store.
+        """
+        for key in list(dict.keys(self)):
+            self._read(key, dict.__getitem__(self, key))
+
+    def _read(self, key: object, value: object) -> object:
+        if isinstance(value, StoredPart | StoredWrapper):
+            value = value.get()
+            dict.__setitem__(self, key, value)
+        return value
+
+    # ---------------------------------------------------------------------------------------------------- as any dict
+
+    def __getitem__(self, key: object, /) -> object:
+        return self._read(key, dict.__getitem__(self, key))
+
+    def get(self, key: object, default: object = None, /) -> object:
+        """Return the value of a key, or `default`."""
+        return self._read(key, super().get(key, default))
+
+    def __iter__(self) -> Iterator[object]:
+        # `dict(entries)` and `{**entries}` read past `__getitem__`, unless this is defined.
+        return super().__iter__()
+
+    def values(self) -> Any:
+        """Return a view of all values, which are brought back."""
+        self.bring_back()
+        return super().values()
+
+    def items(self) -> Any:
+        """Return a view of all items, which are brought back."""
+        self.bring_back()
+        return super().items()
+
+    def pop(self, key: object, /, *default: object) -> Any:
+        """Remove a key and return its value."""
+        self.get(key)
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[object, object]:
+        """Remove and return the last item."""
+        self.bring_back()
+        return super().popitem()
+
+    def setdefault(self, key: object, default: object = None, /) -> object:
+        """Return the value of a key, set to `default` if it is missing."""
+        self.get(key)
+        return super().setdefault(key, default)
+
+    def copy(self) -> dict[object, object]:
+        """Return a plain dict of all values."""
+        self.bring_back()
+        return dict(super().items())
+
+    def __or__(self, other: Any, /) -> Any:
+        return self.copy() | dict(other)
+
+    def __ror__(self, other: Any, /) -> Any:
+        return dict(other) | self.copy()
+
+    def __eq__(self, other: object, /) -> bool:
+        self.bring_back()
+        return super().__eq__(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  as of any dict
+
+    def __reduce_ex__(self, protocol: Any, /) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # A copy, or what another process reads, is a plain dict.
+        return dict, (self.copy(),)
+
+    def __repr__(self) -> str:
+        return dict.__repr__(self.copy())
+
+
+def _is_alone(held: list[Tensor]) -> bool:
+    """Return whether a tensor, held by this list and by one owner, has no other owner, nor has its memory."""
+    if is_wrapper(held[0]):
+        inner = [[getattr(held[0], name)] for name in _names_of(held[0])]
+        return holders_in_python(held) == 1 and all(
+            _is_alone(cast("list[Tensor]", one)) for one in inner if isinstance(one[0], Tensor)
+        )
+    if type(held[0]) is not Tensor or held[0].layout is not torch.strided or held[0].device.type == "meta":
+        return False
+    if held[0].requires_grad or held[0].is_conj() or held[0].is_neg() or vars(held[0]):
+        return False
+    storage = [held[0].untyped_storage()]
+    return holders_in_torch(held[0]) == 0 and holders_in_python(held) == 1 and tensors_in(storage) == 1
+
+
+def _names_of(tensor: Tensor) -> list[str]:
+    return cast("_Rebuilding", tensor).__tensor_flatten__()[0]
+
+
+def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredPart | StoredWrapper | None:
+    if is_wrapper(tensor):
+        names, context = cast("_Rebuilding", tensor).__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: one for name, one in inner.items() if isinstance(one, Tensor)}
+        found = {name: _stored(one, store, min_bytes) for name, one in parts.items()}
+        if not found or None in found.values():
+            return None
+        return StoredWrapper(tensor, {**inner, **found}, context)
+    if tensor.nbytes < max(min_bytes, 1):
+        return None
+    content = content_of(tensor)
+    handle = store.put(content.line(tensor))
+    return None if handle is None else StoredPart(handle, content)

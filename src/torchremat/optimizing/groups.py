@@ -1,0 +1,120 @@
+"""The options of an optimizer's groups, and its step on some of its parameters.
+
+NOTE [ A part of a step ]
+`step()` of an optimizer loops over `param_groups`, and over the parameters of each. A part of it is the same method,
+called while `param_groups` has only some of the parameters. So optimizer, options and state stay the user's own, and
+the arithmetic is that of the class, whoever wrote it.
+
+Some classes count their steps in the options of a group (`group["k"] += 1`). So each part begins with the options that
+the whole step began with, and each part of a group has to leave the same options behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchremat.measuring.optimizers import Optimizer, bare_step
+
+Group = dict[str, Any]
+
+
+class GroupOptions:
+    """The options of groups at one time, all but their parameters.
+
+    Args:
+        groups: The groups of an optimizer.
+    """
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._kept = [_KeptOptions(group, dict(group), _versions_in(group)) for group in groups]
+
+    def put_back(self) -> None:
+        """Give the groups these options again."""
+        for one in self._kept:
+            for name in one.differing():
+                if name in one.options:
+                    one.group[name] = one.options[name]
+                else:
+                    del one.group[name]
+
+    def differing(self) -> list[str]:
+        """Return the names of the options that groups have otherwise by now."""
+        return list(dict.fromkeys(name for one in self._kept for name in one.differing()))
+
+
+class _KeptOptions(NamedTuple):
+    group: Group
+    options: Group
+    versions: list[tuple[str, int]]
+
+    def differing(self) -> list[str]:
+        now, before = self.group, self.options
+        found = [name for name, version in self.versions if name in now and _version_of(now[name]) != version]
+        if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+            return found
+        names = (name for name in {**before, **now} if name != "params" and name not in found)
+        return found + [name for name in names if not _is_same(now.get(name, _MISSING), before.get(name, _MISSING))]
+
+
+_MISSING = object()
+
+
+def _versions_in(group: Group) -> list[tuple[str, int]]:
+    return [(name, one._version) for name, one in group.items() if isinstance(one, Tensor)]
+
+
+def _version_of(one: object) -> int:
+    return one._version if isinstance(one, Tensor) else -1
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether no step can tell two options apart."""
+    if one is other:
+        return True
+    return type(one) is type(other) and not isinstance(one, Tensor) and one == other
+
+
+def groups_by_parameter(optimizer: Optimizer) -> dict[int, Group]:
+    """Return the group of each parameter, by the id of the parameter."""
+    return {id(one): group for group in optimizer.param_groups for one in group["params"]}
+
+
+def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mapping[int, Group]) -> None:
+    """Run the optimizer's step on some of its parameters, without its hooks. See NOTE [ A part of a step ].
+
+    Args:
+        optimizer: The optimizer.
+        parameters: Some of its parameters.
+        group_of: The result of `groups_by_parameter`.
+    """
+    chosen: dict[int, tuple[Group, list[Tensor]]] = {}
+    for one in parameters:
+        group = group_of[id(one)]
+        chosen.setdefault(id(group), (group, []))[1].append(one)
+    groups = optimizer.param_groups
+    had = [(group, group["params"]) for group, _ in chosen.values()]
+    try:
+        for group, some in chosen.values():
+            group["params"] = some
+        optimizer.param_groups = [group for group, _ in chosen.values()]
+        bare_step(optimizer)()
+    finally:
+        for group, every in had:
+            group["params"] = every
+        optimizer.param_groups = groups
+
+
+def move_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:
+    """Move the version of each parameter that a step has written without moving it.
+
+    What reads a parameter after its part of the step is then an error, for autograd and for regions, however the
+    optimizer writes: by fused kernels, or through `.data`. See NOTE [ When a parameter may be written ].
+    """
+    silent = [one for one, version in zip(parameters, before, strict=True) if one._version == version]
+    if silent:
+        torch.autograd.graph.increment_version(silent)

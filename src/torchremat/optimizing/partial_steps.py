@@ -1,0 +1,315 @@
+"""The step of an optimizer, made in parts.
+
+    a gradient is complete     `step` on its parameter; the gradient is freed           release.py
+    the user calls `step()`    before: parts of what is left, if state is in a store    moving.py
+                               the optimizer's own code, for what is left then
+                               after: the step is over
+
+Between the first part and the end of `step()` a *step is open*. Its parts begin with the options that it began with:
+see NOTE [ A part of a step ]. The hooks of the optimizer run once, at the user's `step()`.
+
+The optimizer owns this object, through its hooks; nothing here owns the optimizer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
+from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
+from torchremat.optimizing.rehearsal import undone
+from torchremat.optimizing.separability import check_separable
+from torchremat.optimizing.tombstones import ReleasedGradient
+
+if TYPE_CHECKING:
+    from torchremat.optimizing.moving import StateMover
+    from torchremat.optimizing.release import GradientRelease
+
+_all: WeakKeyDictionary[Optimizer, PartialSteps] = WeakKeyDictionary()
+
+
+def partial_steps(optimizer: Optimizer) -> PartialSteps:
+    """Return the object that makes an optimizer's step in parts; one for each optimizer.
+
+    Raises:
+        UnsupportedError: See `check_separable`.
+    """
+    found = _all.get(optimizer)
+    if found is None:
+        found = _all[optimizer] = PartialSteps(optimizer)
+    return found
+
+
+class _Rehearsed(NamedTuple):
+    """The parts of a step that are run to be measured, in one backward."""
+
+    task: int
+    options: GroupOptions
+    group_of: dict[int, Group]
+
+
+def steps_in_parts(optimizer: Optimizer) -> PartialSteps | None:
+    """Return the object that makes an optimizer's step in parts; None if nothing does."""
+    return _all.get(optimizer)
+
+
+class PartialSteps:
+    """The step of an optimizer, made in parts.
+
+    Attributes:
+        release: Steps in the backward, if gradients are released.
+        mover: Moves state, if that is in a store.
+        names: The names of parameters, by id, for messages.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+            raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+        check_separable(optimizer)
+        self.release: GradientRelease | None = None
+        self.mover: StateMover | None = None
+        self.names: dict[int, str] = {}
+        self._optimizer = ref(optimizer)
+        self._before_step = optimizer.register_step_pre_hook(self._before)
+        self._after_step = optimizer.register_step_post_hook(self._after)
+        self._lock = threading.RLock()
+        self._options: GroupOptions | None = None  # of the open step
+        self._results: dict[int, GroupOptions] = {}  # by group, what its first part has left
+        self._group_of: dict[int, Group] = {}
+        self._done: dict[int, None] = {}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._rehearsed: _Rehearsed | None = None
+        self._stayed_bytes = 0
+        self._known = 0  # how many parameters had state when the step was opened
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer."""
+        return type(self._optimizer()).__name__
+
+    def optimizer(self) -> Optimizer | None:
+        """Return the optimizer; None if it is gone."""
+        return self._optimizer()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of a step was made, and the user's `step()` has not ended it."""
+        return bool(self._done)
+
+    def is_done(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has made its part of the open step."""
+        return id(parameter) in self._done
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, for messages."""
+        return self.names.get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
+
+    def end(self) -> None:
+        """Leave the optimizer as it was, if neither gradients are released nor state is moved any more."""
+        optimizer = self._optimizer()
+        if self.release is None and self.mover is None and optimizer is not None:
+            self._before_step.remove()
+            self._after_step.remove()
+            _all.pop(optimizer, None)
+
+    def step(self, parameters: Sequence[Tensor]) -> None:
+        """Make the part of the step for some parameters, whose gradients are complete.
+
+        Raises:
+            StoreError: Their state cannot be brought back. The message says which parameters have stepped.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        with self._lock:
+            check_may_step(optimizer)
+            options = self._open(optimizer)
+            is_written = False
+            try:
+                if self.mover is not None:
+                    self.mover.take(optimizer.state, parameters)
+                options.put_back()
+                versions = [one._version for one in parameters]
+                is_written = True
+                with _without_autocast(parameters[0].device):
+                    step_on(optimizer, parameters, self._group_of)
+                move_versions(parameters, versions)
+                self._check_options(parameters)
+                self._done |= dict.fromkeys(map(id, parameters))
+                is_written = False
+                if self.mover is not None:
+                    self.mover.give(optimizer.state, parameters)
+            except BaseException as error:
+                error.add_note(self._where_it_stands(parameters, is_written=is_written))
+                raise
+
+    def rehearse(self, parameters: Sequence[Tensor], *, is_last: bool = False) -> None:
+        """Run the part of the step for some parameters as it would run, and undo it. See `rehearsal`.
+
+        Args:
+            parameters: The parameters.
+            is_last: Whether no other part follows; in a backward its end says so.
+
+        Raises:
+            UnsupportedError: It cannot be undone.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        task, state = current_graph_task(), optimizer.state
+        with self._lock:
+            if self._rehearsed is None or self._rehearsed.task != task:
+                options = GroupOptions(optimizer.param_groups)
+                self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
+                if task >= 0:
+                    at_end_of_backward(self.end_rehearsal)
+            made = [one for one in parameters if one not in state]
+            if self.mover is not None:
+                self.mover.take(state, parameters)
+            with undone(state, parameters), _without_autocast(parameters[0].device):
+                step_on(optimizer, parameters, self._rehearsed.group_of)
+            self._rehearsed.options.put_back()
+            if self.mover is not None:
+                self.mover.give(state, parameters)
+            for one in made:
+                entries = dict.values(state.pop(one, {}))
+                self._stayed_bytes += sum(value.nbytes for value in entries if isinstance(value, Tensor))
+            if is_last:
+                self.end_rehearsal()
+
+    def rehearse_step(self) -> int:
+        """Run all parts that a user's `step()` makes of a step, and undo them.
+
+        Returns:
+            The bytes of state that the parts made, and that would have stayed in memory.
+        """
+        optimizer, self._stayed_bytes = self._optimizer(), 0
+        if optimizer is not None and self.mover is not None:
+            slices = list(self.mover.slices(_with_gradients(optimizer)))
+            for number, some in enumerate(slices, 1):
+                self.rehearse(some, is_last=number == len(slices))
+        return self._stayed_bytes
+
+    def end_rehearsal(self) -> None:
+        """End the parts that were run to be measured."""
+        self._rehearsed = None
+        if self.mover is not None:
+            self.mover.end()
+
+    def _open(self, optimizer: Optimizer) -> GroupOptions:
+        if self._options is None:
+            self._show()  # of a step whose own code has raised
+            self._options = GroupOptions(optimizer.param_groups)
+            self._known = len(optimizer.state)
+            self._group_of = groups_by_parameter(optimizer)
+            if self.mover is not None:
+                self.mover.begin(optimizer.state)
+        return self._options
+
+    def _check_options(self, parameters: Sequence[Tensor]) -> None:
+        for group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.values():
+            first = self._results.setdefault(id(group), GroupOptions([group]))
+            if found := first.differing():
+                raise UnsupportedError(
+                    f"{self.name}: the option {found[0]!r} of a group depends on which parameters step together, so "
+                    "its step cannot be made in parts. Remove what releases its gradients or moves its state."
+                )
+
+    def _where_it_stands(self, parameters: Sequence[Tensor], *, is_written: bool) -> str:
+        names = [self.names.get(one) for one in self._done]
+        done = f" ({', '.join(name for name in names if name)})" if any(names) else ""
+        at = ", ".join(map(self.name_of, parameters))
+        half = f"; {at} may be in the middle of it" if is_written else ""
+        return (
+            f"{self.name} was at {at}. {len(self._done)} of {len(self._group_of)} parameters had made this step{done}"
+            f"{half}; all others, and their state, are as before it. Load a checkpoint before you go on."
+        )
+
+    # ------------------------------------------------------------------------------------------- the user's `step()`
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        hooks = optimizer._optimizer_step_pre_hooks
+        if (self.release is not None and len(hooks) > 1) or next(reversed(hooks)) != self._before_step.id:
+            raise UnsupportedError(
+                f"{self.name} has a hook that runs before its step, and finds parameters that the step has changed "
+                "already. Register such a hook before torchremat.offload_optimizer; with "
+                "torchremat.release_gradients there can be none."
+            )
+        if self.release is not None:
+            self.release.check_step(closure)
+        changed = None
+        with self._lock:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = cast("Callable[[], object]", closure)()
+                changed = (*args[:1], lambda: loss), {}
+            options = self._open(optimizer)
+            if self.mover is not None:
+                for some in self.mover.slices(_with_gradients(optimizer)):
+                    self.step(some)
+            self._hide(optimizer)
+            options.put_back()
+        return changed
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        with self._lock:
+            self._show()
+            self._put_in_order(optimizer)
+            self._options = None
+            self._results.clear()
+            self._group_of = {}
+            self._done.clear()
+            if self.mover is not None:
+                self.mover.end()
+            if self.release is not None:
+                self.release.end_step(optimizer)
+
+    def _put_in_order(self, optimizer: Optimizer) -> None:
+        """Let state that the step has made lie in the order in which a whole step would have made it."""
+        state = optimizer.state
+        made = list(dict.items(state))[self._known :]
+        if len(made) > 1:
+            place = {one: number for number, one in enumerate(self._group_of)}
+            for key, _ in made:
+                del state[key]
+            state.update(sorted(made, key=lambda item: place.get(id(item[0]), 0)))
+
+    # The optimizer's own code runs in `step()` once more. It must find nothing of what has stepped.
+
+    def _hide(self, optimizer: Optimizer) -> None:
+        for one in parameters_of([optimizer]):
+            gradient = one.grad
+            if gradient is not None and (id(one) in self._done or isinstance(gradient, ReleasedGradient)):
+                self._hidden.append((one, gradient))
+                one.grad = None
+
+    def _show(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        for one, gradient in hidden:
+            if one.grad is None:
+                one.grad = gradient
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [
+        one for one in parameters_of([optimizer]) if one.grad is not None and not isinstance(one.grad, ReleasedGradient)
+    ]
+
+
+def _without_autocast(device: torch.device) -> torch.autocast | nullcontext[None]:
+    # A backward may run under autocast, and a step does not.
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,56 @@
+"""A part of a step that is run to be measured: the same memory comes and goes, and nothing is trained.
+
+To plan and to measure, a step is run several times. With gradients that are released in the backward, or state in a
+store, its bytes are known only if the parts of the optimizer's step run in it too. So each part runs as it would, and
+is undone at once: values and state from copies, which lie in memory that no allocator of torch sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.autograd import preserved_versions
+from torchremat.errors import UnsupportedError
+from torchremat.tensors.parts import parts_of
+
+
+@contextmanager
+def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[None]:
+    """Undo what a step in the block does to some parameters, and to state that they had.
+
+    Raises:
+        UnsupportedError: Their state has objects that cannot be copied one by one.
+    """
+    before = {one: dict(dict.items(state[one])) for one in parameters if one in state}
+    held = [value for entries in before.values() for value in entries.values()]
+    odd = [value for value in held if not isinstance(value, Tensor | int | float | str | bool | None)]
+    if odd:
+        raise UnsupportedError(
+            f"the state of the optimizer holds a {type(odd[0]).__name__}, so its step cannot be run to be measured. "
+            "Plan and measure first, then release gradients or move state."
+        )
+    whole = [one for one in (*parameters, *held) if isinstance(one, Tensor)]
+    tensors = [part for one in whole for part in parts_of(one)]
+    with torch.no_grad(), preserved_versions((*whole, *tensors)):
+        put_back = [_copied(one) for one in tensors]
+        try:
+            yield
+        finally:
+            for put in put_back:
+                put()
+            for one, entries in before.items():
+                now = cast("dict[Any, Any]", state[one])
+                dict.clear(now)
+                dict.update(now, entries)
+
+
+def _copied(tensor: Tensor) -> Callable[[], object]:
+    """Copy a tensor's bytes to memory that belongs to no tensor; return what writes them back."""
+    storage = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    there = storage.cpu().numpy() if storage.device.type != "cpu" else storage.numpy().copy()
+    return lambda: storage.copy_(torch.from_numpy(there))

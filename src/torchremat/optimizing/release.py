@@ -1,0 +1,317 @@
+"""`release_gradients`: each parameter makes its part of the step when its gradient is complete, and the gradient goes.
+
+NOTE [ When a parameter may be written ]
+When autograd adds the last gradient to a parameter, all nodes that lead to it have run. Nodes run in the reverse order
+of the forward, and a region's recompute ends at the last tensor that is still missing (Rule 5), so what may yet be
+recomputed was computed before the parameter was first used. Exceptions are a use without a gradient
+(`weight.detach()`), `early_stop=False`, and nodes that run in several threads. No list of them is needed: a part of a
+step moves the version of its parameter, whatever kernel wrote it, and to read a parameter of another version than the
+forward's is an error, in autograd and by Rule 10 in a region. So gradients are those of the plain loop, or there is an
+error. Two limits: torch's own checkpoint compares no versions, and neither does a Function that keeps a parameter past
+`save_for_backward`.
+
+    backward     one gradient after the other is complete
+                     its parameter steps                     partial_steps.py
+                     `.grad` says that it was released       tombstones.py
+    step()       what has a gradient still, if anything; hooks of the optimizer run
+    zero_grad()  as ever
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchremat._compat.autograd import current_graph_task, retains_graph
+from torchremat.errors import UnsupportedError, check_flags
+from torchremat.measuring.communication import is_data_parallel
+from torchremat.measuring.optimizers import Optimizer, parameters_of
+from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.optimizing.tombstones import ReleasedGradient
+from torchremat.regions.rehearsals import is_rehearsing
+
+
+class GradientRelease:
+    """Gradients of a model that are freed in the backward; see `release_gradients`, which makes it.
+
+    A context manager: at its end, or with `remove()`, the model and the optimizer are as before.
+    """
+
+    def __init__(
+        self, steps: PartialSteps, optimizer: Optimizer, *, accumulates: bool, clip_value: float | None
+    ) -> None:
+        self._owner = ref(steps)  # it owns this
+        self._of = steps.name
+        self._accumulates = accumulates
+        self._clip_value = clip_value
+        self._is_last = not accumulates
+        self._norms: dict[int, Tensor] | None = None  # of gradients, in a pass that measures them
+        self._most_norm: tuple[float, Tensor] | None = None
+        self._tombstones: dict[int, ReleasedGradient] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._hook = ReleasingHook(self, frees_gradient=not accumulates)
+        self._watch(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        for one in parameters_of([optimizer]):
+            # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
+            if id(one) not in self._hooks and one.requires_grad:
+                self._hooks[id(one)] = one.register_post_accumulate_grad_hook(self._hook)
+
+    def last_microbatch(self) -> None:
+        """Declare that the next backward is the last one before `optimizer.step()`, so that it releases.
+
+        Raises:
+            UnsupportedError: `accumulates=True` was not said.
+        """
+        if not self._accumulates:
+            raise UnsupportedError("last_microbatch(): each backward is the last one. Say `accumulates=True` first.")
+        self._is_last = True
+
+    @contextmanager
+    def measured_norms(self) -> Generator[None]:
+        """Free the gradients of the backward in the block once their norms are known; no parameter steps.
+
+        The first of two passes that clip by the norm of all gradients; `clip_norm` comes between them.
+
+        Raises:
+            UnsupportedError: No backward has run in the block, or gradients accumulate over several.
+        """
+        if self._accumulates:
+            raise UnsupportedError("measured_norms(): the gradients that have accumulated would be freed.")
+        self._norms = norms = {}
+        try:
+            yield
+        except BaseException:
+            self._norms = None
+            raise
+        if not norms:
+            raise UnsupportedError("measured_norms(): no backward has run in the block.")
+
+    def clip_norm(self, max_norm: float) -> Tensor:
+        """Let the next backward scale its gradients as `clip_grad_norm_` would, by the norms of `measured_norms`.
+
+        Args:
+            max_norm: The most that the norm of all gradients may be.
+
+        Returns:
+            The norm of all gradients, a scalar tensor.
+
+        Raises:
+            UnsupportedError: No norms were measured.
+        """
+        norms, self._norms = self._norms, None
+        steps = self._owner()
+        optimizer = None if steps is None else steps.optimizer()
+        if norms is None or optimizer is None:
+            raise UnsupportedError("clip_norm(): run the same backward in `with release.measured_norms():` first.")
+        found = [norms[id(one)] for one in parameters_of([optimizer]) if id(one) in norms]
+        norm = torch.linalg.vector_norm(torch.stack([one.to(found[0].device) for one in found]))
+        self._most_norm = max_norm, norm
+        return norm
+
+    def remove(self) -> None:
+        """Let gradients stay again. May be called twice.
+
+        Raises:
+            UnsupportedError: A step is open: a backward has released gradients, and `optimizer.step()` did not follow.
+        """
+        steps = self._owner()
+        if steps is None or steps.release is not self:
+            steps = None
+        elif steps.is_open:
+            raise UnsupportedError("remove(): a backward has released gradients. Call `optimizer.step()` first.")
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        if steps is not None:
+            steps.release = None
+            steps.end()
+
+    def __enter__(self) -> GradientRelease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<GradientRelease of {self._of}: {len(self._hooks)} parameters>"
+
+    # ----------------------------------------------------------------------------------------------------- backward
+
+    def complete(self, parameter: Tensor) -> None:
+        """Step on a parameter whose gradient is complete, and free the gradient."""
+        gradient, steps = parameter.grad, self._owner()
+        if steps is None or gradient is None:
+            return
+        if is_rehearsing():
+            del gradient
+            steps.rehearse([parameter], is_last=current_graph_task() < 0)
+            parameter.grad = None
+            return
+        if not self._is_last and self._norms is None:
+            return
+        self._check_backward(steps, parameter)
+        if self._norms is not None:
+            self._norms[id(parameter)] = nn.utils.get_total_norm([gradient])
+            parameter.grad = None
+            return
+        if self._most_norm is not None:
+            nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
+        if self._clip_value is not None:
+            nn.utils.clip_grad_value_([parameter], self._clip_value)
+        del gradient
+        steps.step([parameter])
+        parameter.grad = self._tombstone(steps, parameter)
+
+    def _check_backward(self, steps: PartialSteps, parameter: Tensor) -> None:
+        name = steps.name_of(parameter)
+        # Outside of a backward FSDP2 may call it, for the last gradients.
+        if current_graph_task() >= 0 and retains_graph():
+            raise UnsupportedError(
+                f"the gradient of {name} cannot be released in a backward with `retain_graph=True` or "
+                "`create_graph=True`: another backward through the same graph reads the parameter. Run the last "
+                "backward without, and with several before it say release_gradients(..., accumulates=True)."
+            )
+        if steps.is_done(parameter):
+            raise UnsupportedError(
+                f"the gradient of {name} is complete for a second time, and its parameter has stepped on the first. "
+                "Call `optimizer.step()` after each backward; with several backwards for a step say "
+                "release_gradients(..., accumulates=True) and last_microbatch(). After a backward that has failed in "
+                "the middle, load a checkpoint: some parameters have made its step."
+            )
+
+    def _tombstone(self, steps: PartialSteps, parameter: Tensor) -> ReleasedGradient:
+        found = self._tombstones.get(id(parameter))
+        if found is None:
+            words = partial(_words, steps.name_of(parameter), self._of)
+            found = self._tombstones[id(parameter)] = ReleasedGradient(parameter, words)
+        return found
+
+    # ------------------------------------------------------------------------------------------- the user's `step()`
+
+    def check_step(self, closure: object) -> None:
+        """Raise if a user's `step()` cannot follow.
+
+        Raises:
+            UnsupportedError: It has a closure, or would find that nothing was released.
+        """
+        if closure is not None:
+            raise UnsupportedError(
+                f"{self._of}.step(closure): the closure's backward would step within the step. Run forward and "
+                "backward before it, and call `step()` without arguments."
+            )
+        if self._norms is not None or not self._is_last:
+            what = "last_microbatch() was not called" if self._norms is None else "clip_norm() was not called"
+            raise UnsupportedError(f"{self._of}.step(): {what} before the last backward, so it released nothing.")
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Take note that a user's `step()` is over."""
+        self._most_norm = None
+        self._is_last = not self._accumulates
+        self._watch(optimizer)  # parameters that were added since
+
+
+class ReleasingHook:
+    """A hook of parameters, which runs when autograd has added a gradient. It does not own the release.
+
+    Attributes:
+        frees_gradient: Whether no gradient remains from one backward to the next.
+    """
+
+    __slots__ = ("_release", "frees_gradient")
+
+    def __init__(self, release: GradientRelease, *, frees_gradient: bool) -> None:
+        self._release = ref(release)
+        self.frees_gradient = frees_gradient
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Release the gradient."""
+        own = self._release()
+        if own is not None:
+            own.complete(parameter)
+
+
+def _words(parameter: str, optimizer: str) -> str:
+    return (
+        f"the gradient of {parameter} is read, and it was released: {optimizer} has made the parameter's step in the "
+        "backward, and the gradient is gone (torchremat.release_gradients). What needs all gradients first cannot be "
+        "honoured: clipping by the norm of all (two passes can: `measured_norms()` and `clip_norm()`; or say "
+        "`clip_value=`), a loss scaler's search for infinities, a second backward without zero_grad() (say "
+        "`accumulates=True`), zero_grad(set_to_none=False)."
+    )
+
+
+def release_gradients(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    accumulates: bool = False,
+    clip_value: float | None = None,
+) -> GradientRelease:
+    """Let each parameter step when its gradient is complete in the backward, and free the gradient.
+
+    The training loop stays as it is. `optimizer.step()` steps on what has a gradient still and runs the hooks,
+    `zero_grad()` does what it did; the optimizer, its state and its schedulers are untouched. A step is bit for bit the
+    plain one; what needs all gradients at once raises.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with release_gradients(model, optimizer):
+    ...     model(torch.ones(3, 2)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+
+    Args:
+        model: The model, as it is called.
+        optimizer: Steps on its parameters; a plain one, not one around others.
+        accumulates: Whether several backwards come before each step. Only the last one releases, and
+            `last_microbatch()` says before it that it is the last.
+        clip_value: As of `clip_grad_value_`: the most that an element of a gradient may be, in both directions.
+
+    Raises:
+        UnsupportedError: The step of this optimizer cannot be made in parts; a hook runs before its step; the model is
+            a DistributedDataParallel, whose buckets hold all gradients; its gradients are released already.
+    """
+    check_flags(accumulates=accumulates)
+    if clip_value is not None and not clip_value > 0:
+        raise UnsupportedError(f"clip_value={clip_value!r}: a number above 0 is needed.")
+    if any(map(is_data_parallel, model.modules())):
+        raise UnsupportedError(
+            "release_gradients: the model is a DistributedDataParallel. It reduces gradients in buckets, after this "
+            "could step, and its buckets keep the memory of all gradients from step to step. FSDP2 (`fully_shard`) "
+            "reduces shard by shard, and is supported."
+        )
+    steps = partial_steps(optimizer)
+    try:
+        if steps.release is not None:
+            raise UnsupportedError(f"release_gradients: the gradients of this {steps.name} are released already.")
+        if len(optimizer._optimizer_step_pre_hooks) > 1:
+            raise UnsupportedError(
+                f"release_gradients: {steps.name} has a hook that runs before its step. Parameters would have been "
+                "written by then, and gradients be gone."
+            )
+        shared = [one for one in parameters_of([optimizer]) if _is_released(one)]
+        if shared:
+            raise UnsupportedError(
+                f"release_gradients: {len(shared)} parameters of this {steps.name} are another optimizer's as well, "
+                "whose gradients are released."
+            )
+        steps.names |= {id(one): name for name, one in model.named_parameters()}
+        steps.release = GradientRelease(steps, optimizer, accumulates=accumulates, clip_value=clip_value)
+    except BaseException:
+        steps.end()
+        raise
+    return steps.release
+
+
+def _is_released(parameter: Tensor) -> bool:
+    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(one, ReleasingHook) for one in hooks.values())

@@ -1,0 +1,144 @@
+"""Whether an optimizer's step is the same on all parameters at once and on one after the other.
+
+It is for every optimizer of torch but LBFGS, and for most others. It is not if parameters share a number: a norm over
+all of them, a common scale, the draws of one generator. A list of classes would say nothing about the next one, so it
+is tried: two twins of the optimizer, with parameters of a few elements, step side by side, and must agree in every bit
+of parameters, state, options and attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.optimizers import Optimizer, bare_step, parameters_of, with_wrapped, words_for_wrapped
+from torchremat.optimizing.groups import GroupOptions, groups_by_parameter, step_on
+
+# torch's RAdam changes its formula at the sixth step.
+_STEPS = 7
+# Of each group, and the most of the elements of each dimension.
+_PARAMETERS, _ELEMENTS = 3, 4
+_OURS = ("state", "param_groups", "step")
+
+
+def check_separable(optimizer: Optimizer) -> None:
+    """Raise if parts of an optimizer's step are not known to be the step, bit for bit.
+
+    Raises:
+        UnsupportedError: They differ; or it cannot be tried, as the optimizer needs a closure or cannot be copied.
+    """
+    name = type(optimizer).__name__
+    wrapped = with_wrapped(optimizer)
+    if len(wrapped) > 1:
+        raise UnsupportedError(f"{name} does not step by itself. Hand over {words_for_wrapped(wrapped)}.")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedError(f"{name}(differentiable=True): its step is part of a graph, which parts of it are not.")
+    devices = {one.device for one in parameters_of([optimizer]) if one.device.type != "cpu"}
+    try:
+        with torch.random.fork_rng(list(devices)), torch.enable_grad():
+            whole, parts = _twin(optimizer), _twin(optimizer)
+            for step in range(_STEPS):
+                _give_gradients(whole, step)
+                bare_step(whole)()
+                _give_gradients(parts, step)
+                _step_in_parts(parts)
+    except Exception as error:
+        closure = " It steps with a closure." if "closure" in str(error) else ""
+        raise UnsupportedError(
+            f"{name}: whether parts of its step are the step must be tried on small parameters, which fails:{closure} "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Keep its gradients and its state as they are."
+        ) from error
+    found = _differences(whole, parts)
+    if found:
+        raise UnsupportedError(
+            f"{name}: its step on all parameters at once is not its step on one after the other: {'; '.join(found)}. "
+            "Its parameters depend on each other within a step. Keep its gradients and its state as they are."
+        )
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and options, without state, on small parameters."""
+    torch.manual_seed(0)
+    memo: dict[int, Any] = {id(one): _small(one) for one in parameters_of([optimizer])}
+    twin = object.__new__(type(optimizer))
+    attributes = {name: one for name, one in vars(optimizer).items() if name not in _OURS and "_hooks" not in name}
+    vars(twin).update(copy.deepcopy(attributes, memo))
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        chosen = {(one.shape, one.dtype, one.device): one for one in reversed(group["params"])}
+        some = [memo[id(one)] for one in chosen.values()][-_PARAMETERS:]
+        options = {key: value for key, value in group.items() if key != "params"}
+        twin.param_groups.append({"params": some, **copy.deepcopy(options, memo)})
+    return twin
+
+
+def _small(parameter: Tensor) -> nn.Parameter:
+    shape = [min(size, _ELEMENTS) for size in parameter.shape]
+    values = torch.randn(shape).to(device=parameter.device, dtype=parameter.dtype)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _give_gradients(optimizer: Optimizer, step: int) -> None:
+    torch.manual_seed(step)
+    for one in parameters_of([optimizer]):
+        one.grad = torch.randn(one.shape).to(device=one.device, dtype=one.dtype) if one.requires_grad else None
+
+
+def _step_in_parts(optimizer: Optimizer) -> None:
+    """Step on one parameter after the other, the last first, and then on all, none of which has a gradient any more."""
+    before, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
+    for one in reversed(parameters_of([optimizer])):
+        if one.grad is not None:
+            before.put_back()
+            step_on(optimizer, [one], group_of)
+            one.grad = None
+    before.put_back()
+    bare_step(optimizer)()
+
+
+def _differences(whole: Optimizer, parts: Optimizer) -> list[str]:
+    found: list[str] = []
+    for number, (one, other) in enumerate(zip(_contents(whole), _contents(parts), strict=True)):
+        found += _unlike(one, other, ("parameters", "state", "options", "attributes")[number])
+    return found[:3]
+
+
+def _contents(optimizer: Optimizer) -> Sequence[object]:
+    parameters = parameters_of([optimizer])
+    names = {"state", "param_groups", "defaults"}
+    return (
+        [one.detach() for one in parameters],
+        [dict(optimizer.state.get(one, {})) for one in parameters],
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        {name: one for name, one in vars(optimizer).items() if name not in names and _is_a_value(one)},
+    )
+
+
+def _is_a_value(one: object) -> bool:
+    return isinstance(one, Tensor | int | float | str | list | tuple | dict)
+
+
+def _unlike(one: object, other: object, where: str) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        mine, theirs = cast("dict[object, object]", one), cast("dict[object, object]", other)
+        if list(mine) == list(theirs):
+            return [found for key in mine for found in _unlike(mine[key], theirs[key], f"{where}[{key!r}]")]
+        return [f"the keys of {where}"]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = [*zip(cast("Sequence[object]", one), cast("Sequence[object]", other), strict=False)]
+        inside = [found for place, pair in enumerate(pairs) for found in _unlike(*pair, f"{where}[{place}]")]
+        return inside if len(one) == len(other) else [f"the length of {where}"]
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if torch.equal(one, other):
+            return []
+        return [f"{where}, by up to {float((one.double() - other.double()).abs().max()):.1e}"]
+    if isinstance(one, int | float | str) and one != other:
+        return [f"{where}, {one} and {other}"]
+    return []

@@ -1,0 +1,63 @@
+"""What stands in place of a gradient that was freed.
+
+NOTE [ A freed gradient is not None ]
+`None` means that no gradient came, and code that finds it goes on: `clip_grad_norm_` returns a norm of 0, a loss scaler
+finds no infinity, a log writes nothing. All of it would be wrong in silence. So `.grad` is a tensor without memory that
+knows why it has none; `is None` and `zero_grad()` work as ever, and whatever reads or adds to it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn, cast
+
+from torch import Tensor
+
+from torchremat._compat.subclasses import no_torch_function, shell_of
+from torchremat.errors import UnsupportedError, bug
+
+
+class ReleasedGradient(Tensor):
+    """The gradient of a parameter that has made its step. See NOTE [ A freed gradient is not None ].
+
+    Args:
+        parameter: The parameter.
+        words: Returns the message for code that reads it.
+    """
+
+    _words: Callable[[], str]
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls: type[ReleasedGradient], parameter: Tensor, words: Callable[[], str]) -> ReleasedGradient:
+        """Make one of the parameter's shape, dtype and device."""
+        made = shell_of(ReleasedGradient, parameter)
+        made._words = words
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> NoReturn:
+        """Raise: some operator would read it."""
+        found = _found_in((*args, *(kwargs or {}).values()))
+        raise bug(f"{func} is given no gradient") if found is None else UnsupportedError(found._words())
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        """Return that no other tensors are inside, so that code which counts bytes finds none."""
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: object) -> NoReturn:
+        """Raise: nothing makes one but a release."""
+        raise bug("a released gradient is made from parts")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ReleasedGradient(shape={tuple(self.shape)})"
+
+
+def _found_in(args: object) -> ReleasedGradient | None:
+    if isinstance(args, ReleasedGradient):
+        return args
+    inner = cast("Iterable[object]", args) if isinstance(args, tuple | list) else ()
+    return next((found for one in inner if (found := _found_in(one)) is not None), None)

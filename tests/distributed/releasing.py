@@ -1,0 +1,178 @@
+"""Gradients released in the backward, and optimizer state in a store, over two processes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.comparing import train
+from distributed.fully_sharded import mesh, sharded, wrapped
+from distributed.models import batch, net, partly_frozen, some, tied_inside
+from optimizing.loops import in_memory
+from torchremat import Disk, Host, UnsupportedError, offload_optimizer, release_gradients
+from torchremat.optimizing.tombstones import ReleasedGradient
+
+STEPS = 4
+AdamW = partial(torch.optim.AdamW, lr=0.125)
+
+
+def released(model, optimizer):
+    release_gradients(model, optimizer)
+
+
+def stored(model, optimizer):
+    offload_optimizer(optimizer, Host(), min_bytes=8)
+
+
+def both(model, optimizer):
+    released(model, optimizer)
+    offload_optimizer(optimizer, Disk(), min_bytes=8)
+
+
+def nothing(model, optimizer):
+    """The plain loop."""
+
+
+def trained(build, prepare, *transformations, steps=STEPS):
+    model = build()
+    for transform in transformations:
+        model = transform(model)
+    optimizer = AdamW(model.parameters())
+    prepare(model, optimizer)
+    for number in range(steps):
+        optimizer.zero_grad()
+        train(model, dist.get_rank(), number, 1)
+        kinds = {type(p.grad) for p in model.parameters() if p.grad is not None}
+        optimizer.step()
+    assert (ReleasedGradient in kinds) == (prepare in (released, both))
+    if prepare in (stored, both):
+        counts = [one for entries in optimizer.state.values() for one in [dict.__getitem__(entries, "step")]]
+        assert in_memory(optimizer) == 4 * len(counts)
+    return [whole(p) for p in model.parameters()], whole(copy.deepcopy(optimizer.state_dict()["state"]))
+
+
+def whole(one):
+    if isinstance(one, DTensor):
+        return one.detach().full_tensor()
+    if isinstance(one, dict):
+        return {key: whole(value) for key, value in one.items()}
+    return one.detach().clone() if isinstance(one, torch.Tensor) else one
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other)
+
+
+def compare(build, prepare, *transformations):
+    plain, plain_state = trained(build, nothing, *transformations)
+    own, own_state = trained(build, prepare, *transformations)
+    assert all(map(same, own, plain))
+    assert same(own_state, plain_state)
+
+
+def shards_are_released():
+    compare(net, released, sharded)
+
+
+def state_of_shards_is_stored():
+    compare(net, stored, sharded)
+
+
+def shards_are_released_and_their_state_stored():
+    compare(net, both, sharded)
+
+
+def shards_are_released_under_regions():
+    compare(net, both, wrapped, sharded)
+
+
+def only_the_root_is_sharded():
+    compare(net, both, partial(sharded, modules=[]))
+
+
+def shards_of_tied_parameters():
+    compare(tied_inside, both, sharded)
+
+
+def shards_that_are_frozen():
+    compare(partly_frozen, both, sharded)
+
+
+def shards_without_gradients():
+    compare(some, both, sharded)
+
+
+def state_under_data_parallelism():
+    compare(net, stored, DistributedDataParallel)
+
+
+def data_parallelism_is_refused():
+    model = DistributedDataParallel(net())
+    with pytest.raises(UnsupportedError, match="its buckets keep the memory of all gradients"):
+        release_gradients(model, AdamW(model.parameters()))
+
+
+def shards_that_accumulate():
+    """Gradients that FSDP2 accumulates without reducing come to the shards in the last backward alone."""
+
+    def trained(prepare):
+        model = sharded(net())
+        optimizer = AdamW(model.parameters())
+        release = prepare(model, optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                if release is not None and part == 1:
+                    release.last_microbatch()
+                torch.manual_seed(part)
+                model(batch(dist.get_rank(), 2 * number + part)).square().sum().backward()
+            optimizer.step()
+        return [whole(p) for p in model.parameters()]
+
+    own = trained(partial(release_gradients, accumulates=True))
+    assert all(map(same, own, trained(lambda *_: None)))
+
+
+def shards_are_freed_one_group_after_the_other():
+    """A group's gradients are released together: its shards are views of what was reduced."""
+    model = net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh())
+    model = fully_shard(model, mesh=mesh())
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    order = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: order.append((name, type(p.grad).__name__)))
+    train(model, dist.get_rank(), 0, 1)
+
+    assert len(order) == len([*model.parameters()])
+    assert {kind for _, kind in order} == {"ReleasedGradient"}
+    optimizer.step()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        shards_are_released,
+        state_of_shards_is_stored,
+        shards_are_released_and_their_state_stored,
+        shards_are_released_under_regions,
+        only_the_root_is_sharded,
+        shards_of_tied_parameters,
+        shards_that_are_frozen,
+        shards_without_gradients,
+        state_under_data_parallelism,
+        data_parallelism_is_refused,
+        shards_that_accumulate,
+        shards_are_freed_one_group_after_the_other,
+    )
+}

@@ -1,0 +1,101 @@
+"""Plans for steps whose gradients are released, and whose optimizer's state is in a store."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import torchremat
+from models import GPT
+from optimizing.loops import equal
+from optimizing.test_offload import into
+from torchremat import Disk, release_gradients
+from torchremat.measuring.allocator import record_allocations
+
+ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model):
+    return nn.functional.cross_entropy(model(ROWS[:, :-1]).flatten(0, 1), ROWS[:, 1:].flatten())
+
+
+def trained(prepare, *, steps, plan=None):
+    torch.manual_seed(0)
+    model = GPT(blocks=4, width=64, context=64)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    prepared = prepare(model, optimizer)
+    if plan is not None:
+        plan.apply(model)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer, prepared
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def measured_peak(model, optimizer):
+    """The bytes of a whole step at its peak, as the allocator has them."""
+    optimizer.zero_grad()
+    entries = [one for state in dict.values(optimizer.state) for one in dict.values(state)]
+    held = [*model.parameters(), ROWS, *(one for one in entries if isinstance(one, torch.Tensor))]
+    with record_allocations(torch.device("cpu")) as recorder:
+        step(model, optimizer)
+    return sum(one.nbytes for one in held) + recorder.trace.peak_bytes
+
+
+PREPARED = {
+    "released": (release_gradients, 0),
+    "stored": (lambda model, optimizer: into(Disk(), min_bytes=1024)(model, optimizer), 1),
+    "both": (lambda model, optimizer: into(Disk(), releases=True, min_bytes=1024)(model, optimizer), 0),
+}
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+@pytest.mark.parametrize("budget", ["min", "60%"])
+@pytest.mark.parametrize(("prepare", "gradients"), PREPARED.values(), ids=PREPARED)
+def test_a_plan_counts_what_is_there(prepare, gradients, budget, begun):
+    """Also where the optimizer has no state yet."""
+    model, optimizer, _ = trained(prepare, steps=2 if begun else 0)
+    parameter_bytes = sum(one.nbytes for one in model.parameters())
+    before = [one.detach().clone() for one in model.parameters()]
+
+    plan = torchremat.plan(model, loss_of, budget=budget, optimizer=optimizer)
+
+    assert equal([*model.parameters()], before)
+    assert plan.before_bytes["gradients"] == gradients * parameter_bytes
+    stored = prepare is not release_gradients
+    # Of the state of layers that are smaller than 1 KiB, and the counts of steps.
+    assert (plan.before_bytes["optimizer"] < 2**16) == stored
+    plan.apply(model)
+    step(model, optimizer)
+    measured = measured_peak(model, optimizer)
+    # Gradients that are not released come during the backward, and a plan counts them from its beginning.
+    assert measured <= 1.001 * plan.peak_bytes
+    assert prepare is PREPARED["stored"][0] or measured >= 0.999 * plan.peak_bytes
+    plain, _, _ = trained(lambda *_: None, steps=4 if begun else 2)
+    assert equal([*model.parameters()], [*plain.parameters()])
+
+
+def test_the_smallest_budget_is_smaller_by_what_is_not_there():
+    def floor(prepare):
+        model, optimizer, _ = trained(prepare, steps=1)
+        return torchremat.Planner(model, loss_of, optimizer=optimizer).floor_bytes
+
+    model, _, _ = trained(lambda *_: None, steps=0)
+    parameter_bytes = sum(one.nbytes for one in model.parameters())
+    plain, released, both = floor(lambda *_: None), floor(release_gradients), floor(PREPARED["both"][0])
+
+    assert plain - released >= 0.9 * parameter_bytes
+    assert released - both >= 1.5 * parameter_bytes
+
+
+def test_a_fitted_step_is_within_its_budget():
+    model, optimizer, _ = trained(release_gradients, steps=1)
+    plan = torchremat.plan(model, loss_of, budget="60%", optimizer=optimizer)
+
+    torchremat.fit(model, loss_of, budget=plan.budget_bytes, optimizer=optimizer)
+
+    assert measured_peak(model, optimizer) <= plan.budget_bytes
