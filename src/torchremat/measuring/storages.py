@@ -1,18 +1,83 @@
-"""Numbers for storages: a storage keeps its number as long as it is alive, and numbers are never reused."""
+"""`StorageMap`: values for storages, each as long as its storage is alive; and `StorageNumbers`, which numbers them."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import UntypedStorage
 
 from torchremat.measuring.tracker import address_of, tensors_in
 
+V = TypeVar("V")
+
+
+class StorageMap(Generic[V]):
+    """A value for each of some storages, found by its address until it dies. It keeps no storage alive.
+
+    An address cannot come back before the callback of the weak reference has taken the entry away, so an entry is
+    always that of the storage which is at its address now.
+
+    Args:
+        dies: Called with the value of a storage that has died.
+    """
+
+    __slots__ = ("__weakref__", "_dies", "_entries")
+
+    def __init__(self, dies: Callable[[V], object] | None = None) -> None:
+        self._entries: dict[int, tuple[ReferenceType[UntypedStorage], V]] = {}
+        self._dies = dies
+
+    def get(self, storage: UntypedStorage) -> V | None:
+        """Return the value of a storage, None if it has none."""
+        entry = self._entries.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def at(self, address: int) -> V | None:
+        """Return the value of the storage at an address, None if it has none."""
+        entry = self._entries.get(address)
+        return None if entry is None else entry[1]
+
+    def __contains__(self, storage: UntypedStorage) -> bool:
+        """Return whether a storage has a value."""
+        return storage._cdata in self._entries
+
+    def __setitem__(self, storage: UntypedStorage, value: V) -> None:
+        """Give a storage a value, in place of another one that it may have."""
+        address = storage._cdata
+        entry = self._entries.get(address)
+        self._entries[address] = (ref(storage, self._forget(address)) if entry is None else entry[0], value)
+
+    def pop(self, storage: UntypedStorage) -> V | None:
+        """Take the value of a storage away, without `dies`, and return it."""
+        entry = self._entries.pop(address_of(storage), None)
+        return None if entry is None else entry[1]
+
+    def storages(self) -> list[UntypedStorage]:
+        """Return the storages that have a value."""
+        alive = [one() for one, _ in [*self._entries.values()]]
+        return [storage for storage in alive if storage is not None]
+
+    def clear(self) -> None:
+        """Forget all storages, without `dies`."""
+        self._entries.clear()
+
+    def _forget(self, address: int) -> Callable[[object], None]:
+        # The callback must not keep its owner alive: the storages may outlive it by far.
+        owner = ref(self)
+
+        def freed(_: object) -> None:
+            own = owner()
+            if own is not None and (entry := own._entries.pop(address, None)) is not None and own._dies is not None:
+                own._dies(entry[1])
+
+        return freed
+
 
 class StorageNumbers:
-    """Gives numbers to storages, and keeps none of them alive.
+    """Gives numbers to storages: 0, 1, 2, ..., none of them twice.
 
     Attributes:
         sizes: The bytes of each storage, by number, when it was last seen.
@@ -22,35 +87,21 @@ class StorageNumbers:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.devices: list[torch.device] = []
-        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
-        self._known: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._known = StorageMap[int]()
 
     def of(self, value: object) -> tuple[int, ...]:
         """Return the numbers of the storages of all tensors in `value`, each once; new storages get a new number."""
         return tuple(dict.fromkeys(self._number(storage) for storage in storages_in(value)))
 
     def _number(self, storage: UntypedStorage) -> int:
-        address = address_of(storage)
-        known = self._known.get(address)
-        if known is not None:
-            self.sizes[known[0]] = storage.nbytes()
-            return known[0]
-        number = len(self.sizes)
+        number = self._known.get(storage)
+        if number is not None:
+            self.sizes[number] = storage.nbytes()
+            return number
+        number = self._known[storage] = len(self.sizes)
         self.sizes.append(storage.nbytes())
         self.devices.append(storage.device)
-        self._known[address] = (number, weakref.ref(storage, self._forget(address)))
         return number
-
-    def _forget(self, address: int) -> Callable[[object], None]:
-        # The callback must not keep its owner alive: the storages may outlive it by far.
-        owner = weakref.ref(self)
-
-        def freed(_: object) -> None:
-            alive = owner()
-            if alive is not None:
-                alive._known.pop(address, None)
-
-        return freed
 
 
 def storages_in(value: object) -> Iterator[UntypedStorage]:

@@ -90,6 +90,7 @@ class RegionRecompute:
         "difference",
         "filled",
         "given",
+        "is_served",
         "is_stopped",
         "keeps",
         "key",
@@ -124,7 +125,7 @@ class RegionRecompute:
         self.needed = self.last = needed
         self.filled: set[int] = set()
         self.given: list[UntypedStorage] = []  # the memory of the arguments of the call that runs, if it matters
-        if not region.settings.early_stop or region.fresh:
+        if region.fresh:
             self.last = self._last()
         self.count = 0
         self.metadata = region.metadata if region.settings.check != "none" else None
@@ -133,6 +134,7 @@ class RegionRecompute:
         if region.fingerprints is not None and checks:
             self.values = ValueCheck(region.name(0), region.fingerprints, region.metadata)
         self.keeps = region.runs_backward  # See Rule 6
+        self.is_served = False
         self.is_stopped = False
         self.difference: Difference | None = None
         self.log = log
@@ -157,10 +159,8 @@ class RegionRecompute:
         del self.region, self.key
 
     def _last(self) -> int:
-        """Return the save to stop at; -2 to run to the end."""
+        """Return the save after which all needed tensors are filled."""
         region = self.region
-        if not region.settings.early_stop and not region.made[-1].is_running:
-            return -2
         last = self.needed
         while region.fresh and self._may_be_filled_later(last):
             last += 1
@@ -358,8 +358,9 @@ class RegionRecompute:
             self.filled.add(index)
             self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
-            self.is_stopped = True
-            raise _Stop  # See Rule 5
+            self.is_served = True
+            if region.settings.early_stop or region.made[-1].is_running:
+                self._stop()
         return region.detached(tensor) if self.keeps else None  # See Rule 6
 
     def _pack_told(self, observer: Observer, pack: Pack, tensor: Tensor) -> object:
@@ -368,7 +369,7 @@ class RegionRecompute:
             return pack(tensor)
         finally:
             if self.count > index:
-                observer.filled(self.region, index, stops=self.is_stopped)
+                observer.filled(self.region, index, tensor, ends=self.is_served)
 
     def _pack_logged(self, tensor: Tensor) -> object:
         assert self.log is not None
