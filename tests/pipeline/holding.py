@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from torchremat.extend import only_watches
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.pipeline import copying
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import groupby
 from weakref import WeakKeyDictionary, ref
 
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.watching import UnitObserver
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from planning.steps import recomputed_flops, traced_peak
 from torchremat import Disk, UnsupportedError, checkpointed, measure, plan, saved
-from torchremat.measuring.tracker import tensors_in
+from torchremat.measuring.storages import tensors_in
 from torchremat.planning.planner import Planner
 
 

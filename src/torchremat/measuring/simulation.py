@@ -15,7 +15,6 @@ cannot show the inside of kernels: temporaries and seconds. Both come from a `Ke
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,8 +37,8 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
+from torchremat.measuring.storages import StorageMap, address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace, TraceMark
-from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -162,9 +161,8 @@ class Simulation(EagerMode):
         self._recording = False
         self._block = 0
         self._pointers = 0
-        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
-        self._blocks: dict[int, tuple[int, int]] = {}
-        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._known = StorageMap[int](self._free)  # addresses, which outlive a block's place on the device
+        self._blocks: dict[int, tuple[int, int]] = {}  # by address: pointer and bytes
         self._contents = Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
@@ -275,7 +273,7 @@ class Simulation(EagerMode):
         made: list[Tensor] = []
         for tensor in tensors_in(result):
             address = address_of(tensor.untyped_storage())
-            if func in _LIFTED or (address not in given and address not in self._alive):
+            if func in _LIFTED or (address not in given and self._known.at(address) is None):
                 given.add(address)
                 made.append(tensor)
         self._contents.ran(func, args, kwargs, result)
@@ -322,17 +320,9 @@ class Simulation(EagerMode):
             self._blocks[address_of(new)] = block
 
     def _follow(self, storage: UntypedStorage) -> None:
-        address, owner = address_of(storage), weakref.ref(self)
-
-        def freed(_: object) -> None:
-            simulation = owner()
-            if simulation is not None:
-                simulation._free(address)
-
-        self._alive[address] = weakref.ref(storage, freed)
+        self._known[storage] = address_of(storage)
 
     def _free(self, address: int) -> None:
-        self._alive.pop(address, None)
         self._contents.forget(address)
         block = self._blocks.pop(address, None)
         if block is not None and self._recording:

@@ -1,15 +1,15 @@
-"""`StorageMap`: values for storages, each as long as its storage is alive; and `StorageNumbers`, which numbers them."""
+"""Storages: which are in a tensor, and what is known about each of them as long as it is alive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
-from weakref import ReferenceType, ref
+from typing import Generic, TypeVar, cast
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
-from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.tensors.parts import parts_of
 
 V = TypeVar("V")
 
@@ -21,14 +21,14 @@ class StorageMap(Generic[V]):
     always that of the storage which is at its address now.
 
     Args:
-        dies: Called with the value of a storage that has died.
+        dies: A method of the map's owner, called with the value of a storage that has died.
     """
 
     __slots__ = ("__weakref__", "_dies", "_entries")
 
     def __init__(self, dies: Callable[[V], object] | None = None) -> None:
         self._entries: dict[int, tuple[ReferenceType[UntypedStorage], V]] = {}
-        self._dies = dies
+        self._dies = None if dies is None else WeakMethod(dies)  # the owner owns the map
 
     def get(self, storage: UntypedStorage) -> V | None:
         """Return the value of a storage, None if it has none."""
@@ -50,11 +50,6 @@ class StorageMap(Generic[V]):
         entry = self._entries.get(address)
         self._entries[address] = (ref(storage, self._forget(address)) if entry is None else entry[0], value)
 
-    def pop(self, storage: UntypedStorage) -> V | None:
-        """Take the value of a storage away, without `dies`, and return it."""
-        entry = self._entries.pop(address_of(storage), None)
-        return None if entry is None else entry[1]
-
     def storages(self) -> list[UntypedStorage]:
         """Return the storages that have a value."""
         alive = [one() for one, _ in [*self._entries.values()]]
@@ -65,13 +60,15 @@ class StorageMap(Generic[V]):
         self._entries.clear()
 
     def _forget(self, address: int) -> Callable[[object], None]:
-        # The callback must not keep its owner alive: the storages may outlive it by far.
+        # The callback must not keep the map alive: the storages may outlive it by far.
         owner = ref(self)
 
         def freed(_: object) -> None:
             own = owner()
-            if own is not None and (entry := own._entries.pop(address, None)) is not None and own._dies is not None:
-                own._dies(entry[1])
+            entry = None if own is None else own._entries.pop(address, None)
+            dies = None if own is None or own._dies is None else own._dies()
+            if entry is not None and dies is not None:
+                dies(entry[1])
 
         return freed
 
@@ -114,3 +111,43 @@ def storages_in(value: object) -> Iterator[UntypedStorage]:
             yield tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             continue
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """Return the identity of a storage among all live ones; it works for empty ones too, which have no `data_ptr`."""
+    return storage._cdata  # no public name
+
+
+def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors in `value` that have their own storage: wrapper subclasses are opened.
+
+    Args:
+        value: Tensors, and lists, tuples and dicts of them.
+        sparse: Whether sparse tensors are opened as well; otherwise they are left out.
+    """
+    if isinstance(value, Tensor):
+        for part in parts_of(value):
+            if part.layout == torch.strided:
+                yield part
+            elif sparse:
+                yield from _parts(part)
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from tensors_in(item, sparse=sparse)
+    elif isinstance(value, dict):
+        for item in cast(dict[object, object], value).values():
+            yield from tensors_in(item, sparse=sparse)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return ()
