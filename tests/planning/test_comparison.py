@@ -10,7 +10,7 @@ from torch import nn
 from logs import Log
 from planning.kinds import block, inputs, linear, square
 from planning.steps import CPU, profile
-from planning.test_replayability import Between, Counts, Draws, IsTold, Noise, begins, forget, tell
+from planning.test_replayability import Between, Counts, Draws, IsTold, Noise, Part, begins, forget, tell
 from torchremat import CheckpointError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import subject_of
@@ -86,10 +86,20 @@ def test_what_is_compared_leaves_no_byte_in_the_record(kind, finest):
     assert bytes_of(compared) == bytes_of(plain)
 
 
+class Plain(Part):
+    def factor(self, x):
+        return 1.0
+
+
+def scale(part):
+    part.a.weight.data.mul_(1.5)  # its version stays
+
+
 HIDDEN = {
     "an attribute that is taken back": lambda: Between(IsTold, tell, forget),
     "a count of calls": lambda: Between(Counts),
     "a draw": lambda: Between(Draws),
+    "a parameter that is written through `.data`": lambda: Between(Plain, after=scale),
     "noise that is added by a unit that saves nothing": lambda: Between(Noise),
 }
 

@@ -38,7 +38,7 @@ from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
 from torchremat.measuring.storages import StorageMap, address_of, tensors_in
-from torchremat.measuring.traces import AllocationTrace, TraceMark
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -96,16 +96,16 @@ class KernelModel(Protocol):
         ...
 
 
-class SimulatedRecorder:
-    """Takes marks while the block runs, and has the `trace` afterwards. Made by `Simulation.record`."""
+class SimulatedRecorder(RecordedBlock):
+    """See `AllocationRecorder`. Made by `Simulation.record`."""
 
     def __init__(self, owner: Simulation) -> None:
+        super().__init__(_CPU)
         self._owner = owner
         self._marks: list[TraceMark] = []
-        self._trace: AllocationTrace | None = None
 
     def mark(self, label: str) -> int:
-        """Mark the current time and return the mark's id."""
+        """See `AllocationRecorder`."""
         number = len(self._marks)
         time_ns, position = int(self._owner.now_ns), len(self._owner.events)
         self._marks.append(TraceMark(id=number, label=label, time_ns=time_ns, position=position))
@@ -118,17 +118,6 @@ class SimulatedRecorder:
     def pointer_of(self, storage: UntypedStorage) -> int:
         """Return the address that a storage has in the trace; -1 for one from before."""
         return self._owner.pointer_of(storage)
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """The events of the block.
-
-        Raises:
-            UnsupportedError: The block has not ended, or it ended with an error.
-        """
-        if self._trace is None:
-            raise UnsupportedError("there is no trace yet: it is made when the block ends.")
-        return self._trace
 
     def finish(self, start_ns: float) -> None:
         """Build the trace."""

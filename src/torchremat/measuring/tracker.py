@@ -2,7 +2,7 @@
 
 A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. It cannot see
 temporaries inside kernels, nor allocations of compiled code, which runs eagerly here. `measuring.allocator` sees both,
-but cannot run under a profiler; this can.
+but cannot run under a profiler; this can. See NOTE [ What records a step ].
 
 Missing on purpose: sparse tensors, and tensors made by anything but an operator (`torch.from_numpy`).
 """

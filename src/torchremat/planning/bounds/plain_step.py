@@ -99,13 +99,10 @@ def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile
         FlopCounter() as flops,
         _StepLog(flops, machine.device, recorder) as log,
     ):
-        try:
-            loss = subject.forward()
-            log.in_backward = True
-            run_backward(loss)
-            del loss
-        finally:
-            log.close()
+        loss = subject.forward()
+        log.in_backward = True
+        run_backward(loss)
+        del loss
     if any(run.is_compiled for run in log.trace.runs):
         # It runs eagerly under a log, so the log does not show the operators of a training step.
         return Unseen(reason=_COMPILED)
@@ -161,11 +158,6 @@ class _StepLog(OperatorTracer):
     def mark(self) -> int:
         """Mark the current time among the allocations; allocations of the forward do not matter."""
         return super().mark() if self.in_backward else -1
-
-    def close(self) -> None:
-        """Forget the storages that are alive."""
-        super().close()
-        self._gradients.clear()
 
     def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
         value = super()._new(memory, tensor)

@@ -221,10 +221,6 @@ class OperatorTracer(EagerMode):
             value.is_foreign = value.storage in found
         return found
 
-    def close(self) -> None:
-        """Forget the storages that are alive."""
-        self._storages.clear()
-
     def mark(self) -> int:
         """Mark this point among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")

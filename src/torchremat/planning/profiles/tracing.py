@@ -269,7 +269,6 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
             call.is_overwritten = any(parameter._version != version for parameter, version in versions)
     finally:
         tracer.storages.clear()  # frees from here on are not recorded
-        log.close()
     del loss
     return Trace(
         calls=tracer.calls,
