@@ -28,7 +28,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-from torchremat.errors import StepError
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
@@ -40,7 +39,7 @@ from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.profiles.peers import Peers
+from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
@@ -162,7 +161,7 @@ class _Profiling:
         while True:
             grain = self.grain(traced)
             units = self.peers.each(lambda own=grain: find_units(traced, unlike=self.repeats.unlike, grain=own))
-            _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
+            check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
             finest = finest_units(units)
             if not (self.some_fail(units) or (leaves and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
                 break
@@ -298,17 +297,6 @@ class _Profiling:
     def fits(self, units: Units, part: range | None = None) -> bool:
         """Whether a step in which each unit, or each of a part of them, is a region fits in each process."""
         return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
-
-
-def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
-    """Raise a StepError where the modules that some processes called are not the same."""
-    for rank, one in enumerate(names):
-        if one != names[0]:
-            raise StepError(
-                f"process {rank} called other modules in the step than process 0: {', '.join(one)}, against "
-                f"{', '.join(names[0])}. Processes that share their parameters need the same plan, so give them "
-                "batches of the same kind."
-            )
 
 
 def _fits(units: Units, part: range, machine: Machine) -> bool:
