@@ -1,9 +1,11 @@
-"""Numbers of storages."""
+"""Storages and what is known about each."""
+
+from weakref import ref
 
 import pytest
 import torch
 
-from probes.memory import StorageNumbers
+from probes.memory import StorageMap, StorageNumbers
 
 
 def test_views_have_the_number_of_their_storage():
@@ -59,3 +61,45 @@ def test_numbers_hold_nothing():
     del x
 
     assert storage.nbytes() == 16  # and no callback has failed
+
+
+class Owner:
+    def __init__(self):
+        self.died, self.map = [], StorageMap(self.dies)
+
+    def dies(self, value):
+        self.died.append(value)
+
+
+def test_a_value_goes_with_its_storage_and_is_told_as_it_is_then():
+    owner, x, y = Owner(), torch.ones(3), torch.ones(3)
+    owner.map[x.untyped_storage()], owner.map[y.untyped_storage()] = "a", "b"
+    owner.map[x.view(3, 1).untyped_storage()] = "c"
+
+    assert owner.map.get(x.untyped_storage()) == "c"
+    assert owner.map.at(y.untyped_storage()._cdata) == "b"
+    assert x.untyped_storage() in owner.map and torch.ones(1).untyped_storage() not in owner.map
+    del x
+
+    assert owner.died == ["c"]
+    assert [one.data_ptr() for one in owner.map.storages()] == [y.data_ptr()]
+
+
+def test_a_map_that_is_cleared_or_gone_tells_nothing():
+    owner, x, y = Owner(), torch.ones(3), torch.ones(3)
+    died = owner.died
+    owner.map[x.untyped_storage()] = "a"
+    owner.map.clear()
+    del x
+    owner.map[y.untyped_storage()] = "b"
+    del owner, y
+
+    assert died == []
+
+
+def test_an_owner_goes_at_once():
+    owner = Owner()
+    gone = ref(owner)
+    del owner
+
+    assert gone() is None

@@ -381,7 +381,7 @@ class Following(UnitObserver):
                 self.events.append(f"recompute {self.names[region]}")
             self.running[region] = call
 
-    def filled(self, region, index, *, stops):
+    def filled(self, region, index, tensor, *, ends):
         if region not in self.names:
             return
         slot = region.slots[index]()
@@ -400,7 +400,7 @@ class Following(UnitObserver):
         if storage is not None:  # what the region holds is saved in it as well
             self.held[self.names[region], storage] += 1
             self.kept.append(ref(tensor, partial(self.release, self.names[region], storage)))
-        if stops:
+        if ends:
             self.events.append(f"run {self.units_in[region][self.running[region]]}, cut")
 
     def given(self, region, call, place, tensor):

@@ -339,14 +339,14 @@ def a_frontier_whose_search_ends_in_one_process():
 @contextmanager
 def short_of_memory(failing):
     """Lets memory run out in the forward of some watched steps, in process 1 alone."""
-    runs, measured = count(), profiling._measured
+    runs, watch = count(), profiling.watch
 
-    def short(*args):
+    def short(*args, **options):
         if dist.get_rank() == 1 and next(runs) in failing:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return measured(*args)
+        return watch(*args, **options)
 
-    with mock.patch.object(profiling, "_measured", short):
+    with mock.patch.object(profiling, "watch", short):
         yield
 
 

@@ -12,7 +12,7 @@ from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import Subject, run_counted, run_traced, subject_of
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.storages import StorageNumbers
+from torchremat.measuring.storages import StorageMap, StorageNumbers, address_of, tensors_in
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.measuring.tracker import StorageTracker, address_of, tensors_in
+from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched

@@ -45,11 +45,11 @@ def test_rows_and_columns_in_another_order_are_noticed(dtype):
     assert not alike(x, rows(x.t(), [1, 0, 2, 3, 4, 5, 6]).t())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("dimension", range(4))
-def test_any_dimension_in_another_order_is_noticed_where_rows_are_short(dtype, dimension):
-    # Rows of eight elements took eight times as long as long ones, so that several dimensions are a row.
-    x = some(dtype, 6, 10, 12, 8)
+@pytest.mark.parametrize("shape", [(6, 10, 12, 8), (6, 20, 32, 16), (5, 21, 33, 17)], ids=str)
+def test_any_dimension_in_another_order_is_noticed(dtype, shape, dimension):
+    x = some(dtype, *shape)
     places = torch.arange(x.shape[dimension])
 
     for order in (places.flip(0), places.roll(1), places[torch.randperm(len(places))]):
@@ -66,6 +66,29 @@ def test_one_bit_in_any_element_is_noticed(dtype):
         flat[index] = torch.nextafter(flat[index], torch.tensor(1e4, dtype=dtype))
 
         assert not alike(x, y)
+
+
+def test_round_numbers_in_another_order_are_noticed():
+    # Zeros and ones differ in the high bits of a word alone. Weights that grow from word to word shifted these out of
+    # the sum where two words were a multiple of 256 apart.
+    for numel in (1024, 2**15):
+        x = torch.zeros(numel, dtype=torch.float64)
+        x[0] = 1.0
+        for place in range(256, 1024, 256):
+            y = torch.zeros(numel, dtype=torch.float64)
+            y[place] = 1.0
+
+            assert not alike(x, y)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4095, 4096, 8191, 8192, 9000])
+def test_one_bit_in_a_long_tensor_is_noticed_and_words_need_not_be_aligned(place):
+    x = some(torch.float32, 9001)
+    y = x.clone()
+    y[place] = torch.nextafter(y[place], torch.tensor(1e4))
+
+    assert not alike(x, y)
+    assert alike(torch.cat([torch.zeros(1), x])[1:], x)
 
 
 def test_every_bit_of_a_mask_counts():

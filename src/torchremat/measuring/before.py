@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
-from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.measuring.storages import address_of, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

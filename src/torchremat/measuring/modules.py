@@ -21,7 +21,7 @@ from torch import nn
 
 from torchremat._compat.compiled_code import is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
-from torchremat.measuring.tracker import tensors_in
+from torchremat.measuring.storages import tensors_in
 from torchremat.regions.patches import is_generator
 
 OUTSIDE = ""

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.measuring.storages import address_of, tensors_in
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)

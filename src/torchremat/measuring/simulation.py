@@ -15,7 +15,6 @@ cannot show the inside of kernels: temporaries and seconds. Both come from a `Ke
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,8 +37,8 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
-from torchremat.measuring.traces import AllocationTrace, TraceMark
-from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.measuring.storages import StorageMap, address_of, tensors_in
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -97,16 +96,16 @@ class KernelModel(Protocol):
         ...
 
 
-class SimulatedRecorder:
-    """Takes marks while the block runs, and has the `trace` afterwards. Made by `Simulation.record`."""
+class SimulatedRecorder(RecordedBlock):
+    """See `AllocationRecorder`. Made by `Simulation.record`."""
 
     def __init__(self, owner: Simulation) -> None:
+        super().__init__(_CPU)
         self._owner = owner
         self._marks: list[TraceMark] = []
-        self._trace: AllocationTrace | None = None
 
     def mark(self, label: str) -> int:
-        """Mark the current time and return the mark's id."""
+        """See `AllocationRecorder`."""
         number = len(self._marks)
         time_ns, position = int(self._owner.now_ns), len(self._owner.events)
         self._marks.append(TraceMark(id=number, label=label, time_ns=time_ns, position=position))
@@ -119,17 +118,6 @@ class SimulatedRecorder:
     def pointer_of(self, storage: UntypedStorage) -> int:
         """Return the address that a storage has in the trace; -1 for one from before."""
         return self._owner.pointer_of(storage)
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """The events of the block.
-
-        Raises:
-            UnsupportedError: The block has not ended, or it ended with an error.
-        """
-        if self._trace is None:
-            raise UnsupportedError("there is no trace yet: it is made when the block ends.")
-        return self._trace
 
     def finish(self, start_ns: float) -> None:
         """Build the trace."""
@@ -162,9 +150,8 @@ class Simulation(EagerMode):
         self._recording = False
         self._block = 0
         self._pointers = 0
-        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
-        self._blocks: dict[int, tuple[int, int]] = {}
-        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._known = StorageMap[int](self._free)  # addresses, which outlive a block's place on the device
+        self._blocks: dict[int, tuple[int, int]] = {}  # by address: pointer and bytes
         self._contents = Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
@@ -275,7 +262,7 @@ class Simulation(EagerMode):
         made: list[Tensor] = []
         for tensor in tensors_in(result):
             address = address_of(tensor.untyped_storage())
-            if func in _LIFTED or (address not in given and address not in self._alive):
+            if func in _LIFTED or (address not in given and self._known.at(address) is None):
                 given.add(address)
                 made.append(tensor)
         self._contents.ran(func, args, kwargs, result)
@@ -322,17 +309,9 @@ class Simulation(EagerMode):
             self._blocks[address_of(new)] = block
 
     def _follow(self, storage: UntypedStorage) -> None:
-        address, owner = address_of(storage), weakref.ref(self)
-
-        def freed(_: object) -> None:
-            simulation = owner()
-            if simulation is not None:
-                simulation._free(address)
-
-        self._alive[address] = weakref.ref(storage, freed)
+        self._known[storage] = address_of(storage)
 
     def _free(self, address: int) -> None:
-        self._alive.pop(address, None)
         self._contents.forget(address)
         block = self._blocks.pop(address, None)
         if block is not None and self._recording:

@@ -1,18 +1,80 @@
-"""Numbers for storages: a storage keeps its number as long as it is alive, and numbers are never reused."""
+"""Storages: which are in a tensor, and what is known about each of them as long as it is alive."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar, cast
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
-from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.tensors.parts import parts_of
+
+V = TypeVar("V")
+
+
+class StorageMap(Generic[V]):
+    """A value for each of some storages, found by its address until it dies. It keeps no storage alive.
+
+    An address cannot come back before the callback of the weak reference has taken the entry away, so an entry is
+    always that of the storage which is at its address now.
+
+    Args:
+        dies: A method of the map's owner, called with the value of a storage that has died.
+    """
+
+    __slots__ = ("__weakref__", "_dies", "_entries")
+
+    def __init__(self, dies: Callable[[V], object] | None = None) -> None:
+        self._entries: dict[int, tuple[ReferenceType[UntypedStorage], V]] = {}
+        self._dies = None if dies is None else WeakMethod(dies)  # the owner owns the map
+
+    def get(self, storage: UntypedStorage) -> V | None:
+        """Return the value of a storage, None if it has none."""
+        entry = self._entries.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def at(self, address: int) -> V | None:
+        """Return the value of the storage at an address, None if it has none."""
+        entry = self._entries.get(address)
+        return None if entry is None else entry[1]
+
+    def __contains__(self, storage: UntypedStorage) -> bool:
+        """Return whether a storage has a value."""
+        return storage._cdata in self._entries
+
+    def __setitem__(self, storage: UntypedStorage, value: V) -> None:
+        """Give a storage a value, in place of another one that it may have."""
+        address = storage._cdata
+        entry = self._entries.get(address)
+        self._entries[address] = (ref(storage, self._forget(address)) if entry is None else entry[0], value)
+
+    def storages(self) -> list[UntypedStorage]:
+        """Return the storages that have a value."""
+        alive = [one() for one, _ in [*self._entries.values()]]
+        return [storage for storage in alive if storage is not None]
+
+    def clear(self) -> None:
+        """Forget all storages, without `dies`."""
+        self._entries.clear()
+
+    def _forget(self, address: int) -> Callable[[object], None]:
+        # The callback must not keep the map alive: the storages may outlive it by far.
+        owner = ref(self)
+
+        def freed(_: object) -> None:
+            own = owner()
+            entry = None if own is None else own._entries.pop(address, None)
+            dies = None if own is None or own._dies is None else own._dies()
+            if entry is not None and dies is not None:
+                dies(entry[1])
+
+        return freed
 
 
 class StorageNumbers:
-    """Gives numbers to storages, and keeps none of them alive.
+    """Gives numbers to storages: 0, 1, 2, ..., none of them twice.
 
     Attributes:
         sizes: The bytes of each storage, by number, when it was last seen.
@@ -22,35 +84,21 @@ class StorageNumbers:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.devices: list[torch.device] = []
-        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
-        self._known: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._known = StorageMap[int]()
 
     def of(self, value: object) -> tuple[int, ...]:
         """Return the numbers of the storages of all tensors in `value`, each once; new storages get a new number."""
         return tuple(dict.fromkeys(self._number(storage) for storage in storages_in(value)))
 
     def _number(self, storage: UntypedStorage) -> int:
-        address = address_of(storage)
-        known = self._known.get(address)
-        if known is not None:
-            self.sizes[known[0]] = storage.nbytes()
-            return known[0]
-        number = len(self.sizes)
+        number = self._known.get(storage)
+        if number is not None:
+            self.sizes[number] = storage.nbytes()
+            return number
+        number = self._known[storage] = len(self.sizes)
         self.sizes.append(storage.nbytes())
         self.devices.append(storage.device)
-        self._known[address] = (number, weakref.ref(storage, self._forget(address)))
         return number
-
-    def _forget(self, address: int) -> Callable[[object], None]:
-        # The callback must not keep its owner alive: the storages may outlive it by far.
-        owner = weakref.ref(self)
-
-        def freed(_: object) -> None:
-            alive = owner()
-            if alive is not None:
-                alive._known.pop(address, None)
-
-        return freed
 
 
 def storages_in(value: object) -> Iterator[UntypedStorage]:
@@ -63,3 +111,44 @@ def storages_in(value: object) -> Iterator[UntypedStorage]:
             yield tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             continue
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """Return the identity of a storage among all live ones; it works for empty ones too, which have no `data_ptr`."""
+    return storage._cdata  # no public name
+
+
+def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors in `value` that have their own storage: wrapper subclasses are opened.
+
+    Args:
+        value: Tensors, and lists, tuples and dicts of them.
+        sparse: Whether sparse tensors are opened as well; otherwise they are left out.
+    """
+    if isinstance(value, Tensor):
+        for part in parts_of(value):
+            if part.layout == torch.strided:
+                yield part
+            elif sparse:
+                yield from _parts(part)
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from tensors_in(item, sparse=sparse)
+    elif isinstance(value, dict):
+        # Through the method of `dict`: a subclass may bring tensors back when it is asked.
+        for item in dict.values(cast(dict[object, object], value)):
+            yield from tensors_in(item, sparse=sparse)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return ()

@@ -1,4 +1,19 @@
-"""The allocations and frees of a device during a block of code, in order, with marks between."""
+"""The allocations and frees of a device during a block of code, in order, with marks between.
+
+NOTE [ What records a step ]
+There are three records, because each can be had only where the others cannot. What reads a step reads one of them, or
+two that ran together: marks in the first tell where the second was.
+
+    record                 of                                         seen by            not there
+    `AllocationTrace`      each allocation and free, those inside of  the allocator      under a profiler of the user's
+                           kernels and of compiled code too
+    `OperatorTrace`        operators, the values that they read and   a dispatch mode    in compiled code, which runs
+                           make, and what autograd saves                                 eagerly then
+    `SaveLog`              saved tensors and operators with the       hooks, and the     in a step whose bytes or
+                           line of code of each                       Python stack       seconds count: it is slow
+
+`StorageTracker` counts bytes where a profiler is active. All of them know a storage by `StorageMap`.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +126,7 @@ class AllocationRecorder(Protocol):
 
 
 class RecordedBlock:
-    """Base of the recorders of this machine's allocators: the ids of marks, and the trace after the block."""
+    """Base of the recorders: the ids of marks, and the trace after the block."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

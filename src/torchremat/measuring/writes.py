@@ -29,7 +29,7 @@ from torchremat._compat.modes import EagerMode
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.state.code import is_library

@@ -218,7 +218,7 @@ class RegionRecompute:
             return pack(tensor)
         finally:
             if self.refill.count > index:
-                observer.filled(region, index, stops=self.refill.is_stopped)
+                observer.filled(region, index, tensor, ends=self.refill.is_served)
 
     def _pack_logged(self, log: OperatorLog, tensor: Tensor) -> object:
         if self.refill.is_stopped:

@@ -39,9 +39,6 @@ from torchremat.tensors.versioned import Versioned
 # mode that detects reads of written tensors has not seen it: so saved tensors are checked as well.
 
 
-_TO_THE_END = -2  # no save has this number
-
-
 class Stop(BaseException):
     """Ends a recompute at its last needed tensor.
 
@@ -64,10 +61,11 @@ class Refill:
     Attributes:
         task: The owner, if it is a backward whose graph is not retained.
         needed: The number of the last save that is needed, -1 if none is.
-        last: The save to stop at.
+        last: The save after which all needed tensors are filled.
         output: The output of the last call without its graph, if it is wanted.
         count: How many tensors have been saved.
-        is_stopped: Whether nothing more is needed.
+        is_served: Whether all needed tensors are filled.
+        is_stopped: Whether the recompute ends, for that or for a difference.
         difference: The first difference that was found.
         keeps: Whether the graph of the recompute returns its saved tensors. See Rule 6
         given: The memory of the arguments of the call that runs, if it matters.
@@ -78,7 +76,7 @@ class Refill:
 
     __slots__ = (
         "_detached",
-        "_early_stop",
+        "_ends_early",
         "_filled",
         "_found",
         "_fresh",
@@ -88,6 +86,7 @@ class Refill:
         "count",
         "difference",
         "given",
+        "is_served",
         "is_stopped",
         "keeps",
         "key",
@@ -120,16 +119,14 @@ class Refill:
         self._slots = slots
         self._fresh = recording.fresh
         self._detached = detached
-        self._early_stop = settings.early_stop
+        self._ends_early = settings.early_stop and not returns
         self.needed = last_needed(len(slots), lambda index: waits(slots[index]())) if only is None else only
         self.last = self.needed
         self._filled: set[int] | None = None
         self.given: Sequence[UntypedStorage] = ()
-        if not settings.early_stop or recording.fresh:
+        if recording.fresh:
             self.last = self._last()
         self.returns = returns
-        if returns:
-            self.last = _TO_THE_END
         self.output: object = None
         self.count = 0
         self.keeps = recording.runs_backward
@@ -138,6 +135,7 @@ class Refill:
         if recording.fingerprints is not None:
             self.values = ValueCheck(recording.name(0), recording.fingerprints, recording.metadata)
         self.written: WrittenTensors | None = None
+        self.is_served = False
         self.is_stopped = False
         self.difference: Difference | None = None
         self.began: Began
@@ -182,8 +180,9 @@ class Refill:
             self._filled = {index} if self._filled is None else self._filled | {index}
             self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
-            self.is_stopped = True
-            raise Stop  # See Rule 5
+            self.is_served = True
+            if self._ends_early or self.recording.is_running:
+                self._stop()
         return self._detached(tensor) if self.keeps else None  # See Rule 6
 
     def skip(self, tensor: Tensor) -> object:
@@ -231,8 +230,7 @@ class Refill:
             self.output = join(template, [self._detached(one) for one in found])
 
     def _last(self) -> int:
-        if not self._early_stop and not self.recording.is_running:
-            return _TO_THE_END
+        """Return the save after which all needed tensors are filled."""
         last = self.needed
         while self._fresh and self._may_be_filled_later(last):
             last += 1

@@ -47,8 +47,11 @@ class Observer:
     def reruns(self, region: Recomputable, call: int) -> None:
         """A call is about to run again in a recompute, which has its inputs."""
 
-    def filled(self, region: Recomputable, index: int, *, stops: bool) -> None:
-        """A recompute has reached the save of this number, and perhaps ends; a waiting slot has its tensor now."""
+    def filled(self, region: Recomputable, index: int, tensor: Tensor, *, ends: bool) -> None:
+        """A recompute has reached the save of this number; a waiting slot has its tensor now.
+
+        With `ends` all tensors that were asked for are there: with `early_stop` the recompute stops here.
+        """
 
     def returned(self, region: Recomputable, call: int, output: object) -> None:
         """A call has run to its end in a recompute, with this output."""

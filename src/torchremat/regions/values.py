@@ -36,7 +36,7 @@ class Fingerprints:
         """Take the next saved tensor; return the numbers of the tensors whose fingerprints are now known."""
         index, self.count = self.count, self.count + 1
         done = self.settle(before=index - 1)
-        if _is_workspace(tensor):
+        if is_workspace(tensor):
             return done
         if is_fresh:
             self._waiting.append((index, tensor))
@@ -59,7 +59,7 @@ class Fingerprints:
         self.found = {index: one for index, one in self.found.items() if index < count}
 
 
-def _is_workspace(tensor: Tensor) -> bool:
+def is_workspace(tensor: Tensor) -> bool:
     """Return whether a kernel keeps a tensor for its own backward: a row of bytes, some of which it never writes.
 
     Kernels of recurrent layers do so, in oneDNN and in cuDNN, and kernels of batch norm on CUDA.

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.storages import address_of
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.measuring.tracker import address_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.events import intervals_of, without_copies

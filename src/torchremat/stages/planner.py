@@ -16,7 +16,7 @@ from torchremat.errors import BudgetError, PipelineError, StepError, Unsupported
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.descriptions import plan_of

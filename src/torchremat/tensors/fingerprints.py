@@ -13,9 +13,11 @@ conjugated or negated tensor is materialised first: it may come back from a stor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,21 +26,23 @@ from torchremat._compat.transforms import below_transforms, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 
-# Elements of a row long enough for kernels, and of a tensor small enough for the split not to matter.
-_LONG, _SMALL = 256, 4096
+# Words of a row, and the most words of which each is weighted by itself.
+_ROW, _SMALL = 256, 4096
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def fingerprint(tensor: Tensor, *, by_memory: bool = False) -> Tensor:
     """Return the fingerprint of a tensor: two int64 on its device, without waiting for it.
 
     Args:
         tensor: Any shape, dtype and layout; a tensor without elements has a fingerprint as well.
+        by_memory: Whether to take dimensions in the order of their strides. A transposed tensor need not be copied for
+            that, and has another fingerprint than an equal one that is not.
 
     Raises:
         UnsupportedError: The bits of its class cannot be read.
     """
     with torch.no_grad(), below_transforms(), hiding():
-        return _of(without_wrappers(tensor), type(tensor).__name__)
+        return _of(without_wrappers(tensor), type(tensor).__name__, by_memory)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -53,40 +57,57 @@ def differing(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
         return (torch.stack(tuple(ones)) != torch.stack(tuple(others))).any(1).tolist()
 
 
-def _of(tensor: Tensor, name: str) -> Tensor:
+def _of(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
     # See NOTE [ What the bits of a tensor are ]
     kind = type(tensor)
     if hasattr(kind, "trigger_wait"):  # a collective may still be writing to the wrapped tensor
-        return _of(cast("Any", tensor).trigger_wait(), name)
+        return _of(cast("Any", tensor).trigger_wait(), name, by_memory)
     if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
-        return _of_parts(tensor, name)
+        return _of_parts(tensor, name, by_memory)
     if not _has_memory(kind):
         raise UnsupportedError(
             f'check="values": the values of a {name} that a region saves cannot be compared. Check its metadata, '
             'check="metadata", or only regions without such tensors.'
         )
     with without_torch_function():
-        values = _plain(tensor)
-        if values.element_size() == 1:
-            words, rest = _words(values)
-            return torch.stack((_ordered(words), _ordered(rest)))
-        if values.dim() == 0:
-            return _hashed(values).expand(2)
-        # By rows, whose order counts, and by alternate parts of a row in each of its dimensions.
-        inner = _dimensions_of_a_row(values)
-        odd = _hashed(values[..., ::2])
-        for place in range(1, inner):
-            odd = odd + (2 * place + 1) * _hashed(values[(..., slice(None, None, 2), *[slice(None)] * place)])
-        return torch.stack((_ordered(_hashed(values, inner).flatten()), odd))
+        words, rest = _words(_plain(tensor, by_memory=by_memory))
+        if words.device.type == "cpu" and type(words) is Tensor:
+            # Many short operators: NumPy calls them sooner, and a profiler that records allocations slows torch's down.
+            parts = _sums(np.from_dlpack(words), np.from_dlpack(rest))
+            return torch.from_numpy(np.concatenate(parts))
+        return torch.cat(_sums(words, rest))
 
 
-def _of_parts(tensor: Tensor, name: str) -> Tensor:
+def _sums(words: Any, rest: Any) -> tuple[Any, Any]:
+    """Return the two numbers of a fingerprint, in the same arithmetic for tensors and for NumPy's arrays."""
+    count = math.prod(words.shape)
+    if count <= _SMALL:
+        return _ordered(words), words.sum(0, keepdims=True) + 3 * _ordered(rest)
+    # Sums of rows and of columns: reading a long tensor costs the most, and sums are read at once.
+    whole = count // _ROW * _ROW
+    square = words[:whole].reshape(-1, _ROW)
+    return _ordered(square.sum(1)), _ordered(square.sum(0)) + 3 * _ordered(words[whole:]) + 5 * _ordered(rest)
+
+
+def _ordered(numbers: Any) -> Any:
+    # Odd weights lose no bit; overflow wraps around. Words of round numbers differ in their high bits alone, which the
+    # weights would shift out: they are mixed into the low ones.
+    mixed = numbers ^ (numbers >> 31)
+    count = math.prod(numbers.shape)
+    if isinstance(numbers, Tensor):
+        weights: Any = torch.arange(1, 2 * count + 1, 2, device=numbers.device)
+    else:
+        weights = np.arange(1, 2 * count + 1, 2)
+    return (mixed * weights).sum(0, keepdims=True)
+
+
+def _of_parts(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
     names, _ = cast("Any", tensor).__tensor_flatten__()
     whole = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for place, part in enumerate(cast("list[str]", names)):
         inner = getattr(tensor, part)
         if isinstance(inner, Tensor):
-            whole = whole + (2 * place + 1) * _of(inner, name).to(tensor.device, non_blocking=True)
+            whole = whole + (2 * place + 1) * _of(inner, name, by_memory).to(tensor.device, non_blocking=True)
     return whole
 
 
@@ -95,41 +116,24 @@ def _has_memory(kind: type[Tensor]) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is getattr(Tensor, "__torch_dispatch__", None)
 
 
-def _dimensions_of_a_row(values: Tensor) -> int:
-    """Return how many of the last dimensions form a row: several for large tensors, since kernels like long rows."""
-    dimensions, elements = 1, values.shape[-1]
-    if values.numel() > _SMALL:
-        while elements < _LONG and dimensions + 1 < values.dim():
-            dimensions += 1
-            elements *= values.shape[-dimensions]
-    return dimensions
-
-
-def _ordered(numbers: Tensor) -> Tensor:
-    # Odd weights lose no bit; overflow wraps around.
-    return (numbers * torch.arange(1, 2 * numbers.numel() + 1, 2, device=numbers.device)).sum()
-
-
-def _hashed(values: Tensor, inner: int | None = None) -> Tensor:
-    """Return the hash of a tensor, or one for each row of the last dimensions."""
-    if inner is None:
-        return torch.hash_tensor(values).view(torch.int64)
-    return torch.hash_tensor(values, dim=tuple(range(-inner, 0))).view(torch.int64)
-
-
 def _words(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a tensor of one-byte elements as int64 words, and the leftover bytes."""
-    # The exclusive or of bytes has few bits; for a mask it has a single one.
-    flat = values.contiguous().view(torch.uint8).flatten()
-    whole = flat.numel() // 8 * 8
-    return flat[:whole].view(torch.int64), flat[whole:].long()
+    """Return the bits of a tensor as int64 words, and the bytes that are left over."""
+    flat = values.contiguous().view(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    whole = flat.numel() * size // 8 * 8 // size
+    return flat[:whole].view(torch.int64), flat[whole:].view(torch.uint8).long()
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _plain(tensor: Tensor, *, by_memory: bool) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         # A copy, if it is lazily conjugated: it may come back materialised.
         tensor = torch.view_as_real(tensor.resolve_conj())
+    if by_memory and not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
     return tensor if tensor.numel() else tensor.new_zeros((), dtype=torch.int64)

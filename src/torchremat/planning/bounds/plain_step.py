@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -23,8 +22,8 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.storages import StorageMap, address_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
-from torchremat.measuring.tracker import address_of
 from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.profiles.operators import OperatorTrace, OperatorTracer
 from torchremat.planning.profiles.peers import Peers
@@ -94,13 +93,10 @@ def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile
         FlopCounter() as flops,
         _StepLog(flops, machine.device, recorder) as log,
     ):
-        try:
-            loss = subject.forward()
-            log.in_backward = True
-            run_backward(loss)
-            del loss
-        finally:
-            log.close()
+        loss = subject.forward()
+        log.in_backward = True
+        run_backward(loss)
+        del loss
     if any(run.is_compiled for run in log.trace.runs):
         # It runs eagerly under a log, so the log does not show the operators of a training step.
         return Unseen(reason=_COMPILED)
@@ -150,17 +146,12 @@ class _StepLog(OperatorTracer):
         self._seen: list[_BackwardOperator] = []
         self._device = device
         self._elsewhere: set[int] = set()  # storages on other devices
-        self._gradients: dict[int, ReferenceType[UntypedStorage]] = {}
+        self._gradients = StorageMap[int](self._gradient_dies)  # sizes
         self._gradient_bytes = 0
 
     def mark(self) -> int:
         """Mark the current time among the allocations; allocations of the forward do not matter."""
         return super().mark() if self.in_backward else -1
-
-    def close(self) -> None:
-        """Forget the storages that are alive."""
-        super().close()
-        self._gradients.clear()
 
     def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
         value = super()._new(memory, tensor)
@@ -182,8 +173,9 @@ class _StepLog(OperatorTracer):
         if not self.in_backward or func is _DEVICE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
-        given = {address_of(one) for tensor in tensors_in((args, dict(named))) for one in memories_of(tensor)}
-        reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
+        memories = [one for tensor in tensors_in((args, dict(named))) for one in memories_of(tensor)]
+        given = set(map(address_of, memories))
+        known = {own.value for one in memories if (own := self._storages.get(one)) is not None}
         before_bytes, begins = self._gradient_bytes, self.mark()
         result = func(*args, **named)
         ends = self.mark()
@@ -192,7 +184,7 @@ class _StepLog(OperatorTracer):
                 # An argument that it returns, such as a `.grad` that it adds to, existed before.
                 if address_of(memory) not in given:
                     self._add(memory)
-        self._seen.append(_BackwardOperator(reads, before_bytes, self._gradient_bytes, begins, ends))
+        self._seen.append(_BackwardOperator(tuple(sorted(known)), before_bytes, self._gradient_bytes, begins, ends))
         return result
 
     def pulls(self, trace: AllocationTrace | None) -> tuple[Pull, ...]:
@@ -200,16 +192,12 @@ class _StepLog(OperatorTracer):
         return tuple(seen.pull(trace) for seen in self._seen)
 
     def _add(self, memory: UntypedStorage) -> None:
-        address, size = address_of(memory), taken_bytes(memory)
-        if address in self._storages or address in self._gradients:
-            return
+        if memory not in self._storages and memory not in self._gradients:
+            size = self._gradients[memory] = taken_bytes(memory)
+            self._gradient_bytes += size
 
-        def dies(_: object) -> None:
-            if self._gradients.pop(address, None) is not None:
-                self._gradient_bytes -= size
-
-        self._gradients[address] = ref(memory, dies)
-        self._gradient_bytes += size
+    def _gradient_dies(self, size: int) -> None:
+        self._gradient_bytes -= size
 
     def flow(self, costs: list[float]) -> Dataflow:
         """Return the forward with these costs."""

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from torchremat._compat.inductor import known
 from torchremat._compat.operators import is_operator, name_of
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.planning.compiling.trials import OF_TORCH, TensorShape, Trials, made_up, shapes_of
 from torchremat.tensors.structure import tensors_in
 

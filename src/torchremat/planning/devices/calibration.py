@@ -21,8 +21,8 @@ from torchremat._compat.modes import EagerMode
 from torchremat.measuring.allocator import check_free_to_record, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.storages import address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.measuring.tracker import address_of, tensors_in
 from torchremat.planning.budgets import capacity_of
 from torchremat.planning.devices.device import Device, DeviceType, MeasuredKernel
 from torchremat.planning.devices.kernels import intensity, is_mutable, signature

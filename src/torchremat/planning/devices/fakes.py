@@ -33,7 +33,7 @@ from torchremat.measuring.optimizers import optimizers_in, parameters_of, with_w
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.simulation import SimulatedRecorder, Simulation
 from torchremat.measuring.step import global_names
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
 from torchremat.planning.devices.cuda import OnCuda
 from torchremat.planning.devices.device import Device, device_of, is_described
 from torchremat.planning.devices.kernels import Kernels, notice

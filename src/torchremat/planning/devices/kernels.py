@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchremat.measuring.flops import formula_of
 from torchremat.measuring.simulation import KernelCost
-from torchremat.measuring.tracker import tensors_in
+from torchremat.measuring.storages import tensors_in
 from torchremat.planning.devices.device import Device
 
 # Operators whose kernels are known to need a large workspace on some device; others need almost none.

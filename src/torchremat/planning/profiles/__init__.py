@@ -8,7 +8,8 @@ operators.py       the operators of each call
 units.py           the flat order of calls that a plan makes choices for
 roots.py           trees adapted to the roots of a step, and to sharded modules
 watching.py        the step in which every unit is a region
-replayability.py   the units whose recompute repeats their forward: each is tried
+comparison.py      whether each unit repeats its forward in that step
+replayability.py   the units that do not, each tried by itself
 not_replayable.py  the message about those that do not
 events.py          the allocator's events of the watched step
 backwards.py       the backward of one unit in the watched step

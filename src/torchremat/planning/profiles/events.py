@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchremat.measuring.traces import AllocationTrace
 
@@ -25,6 +27,46 @@ def without_copies(
             if of_copies[allocated] and of_copies[freed]:
                 delta[[allocated, freed]] = 0
     return replace(trace, delta_bytes=delta)
+
+
+def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) -> AllocationTrace:
+    """Return the trace as if nothing had run in some stretches, given by the marks at their ends, apart and in order.
+
+    What they allocate goes, with its frees, and so do their seconds. Memory from before them is freed where it was.
+    """
+    if not hidden:
+        return trace
+    begins, ends = (np.array(one) for one in zip(*hidden, strict=True))
+    positions = np.array([mark.position for mark in trace.marks])
+    times = np.array([mark.time_ns for mark in trace.marks])
+    events = np.arange(len(trace.ptr))
+    within = np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
+    goes = within & (trace.delta_bytes > 0)
+    for intervals in intervals_of(trace).values():
+        for allocated, freed in intervals:
+            if goes[allocated] and freed < len(goes):
+                goes[freed] = True
+    before = np.concatenate([[0], np.cumsum(~goes)])
+    passed_ns = np.concatenate([[0], np.cumsum(times[ends] - times[begins])])
+
+    def shown_ns(moments: NDArray[np.int64]) -> NDArray[np.int64]:
+        count = np.searchsorted(times[begins], moments, "right")
+        last = np.maximum(count - 1, 0)
+        over = np.where(count > 0, np.maximum(times[ends][last] - moments, 0), 0)
+        return moments - passed_ns[count] + over
+
+    return replace(
+        trace,
+        time_ns=shown_ns(trace.time_ns)[~goes],
+        ptr=trace.ptr[~goes],
+        delta_bytes=trace.delta_bytes[~goes],
+        marks=tuple(
+            replace(mark, time_ns=time_ns, position=position)
+            for mark, time_ns, position in zip(
+                trace.marks, shown_ns(times).tolist(), before[positions].tolist(), strict=True
+            )
+        ),
+    )
 
 
 def intervals_of(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-from weakref import ReferenceType, ref
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -22,7 +21,7 @@ from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import StorageMap
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.tensors.parts import memories_of
@@ -168,6 +167,13 @@ def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
 # are.
 
 
+class _SeenStorage(NamedTuple):
+    """The number of a storage, and the number of the value that it has now."""
+
+    number: int
+    value: int
+
+
 class OperatorTracer(EagerMode):
     """Logs the operators that run while it is entered, under a `FlopCounter`.
 
@@ -187,9 +193,7 @@ class OperatorTracer(EagerMode):
         self._flops = flops
         self._recorder = recorder
         self._seconds = time.perf_counter if recorder is None else recorder.seconds
-        # By address: number, weak reference, value. An address cannot be reused before the callback has removed the
-        # entry.
-        self._storages: dict[int, tuple[int, ReferenceType[UntypedStorage], int]] = {}
+        self._storages = StorageMap[_SeenStorage]()
         self._count = 0
         # Values whose memory may not be the allocator's, each with a mark at which the value was live.
         self._strangers: list[tuple[int, int]] = []
@@ -217,10 +221,6 @@ class OperatorTracer(EagerMode):
             value.is_foreign = value.storage in found
         return found
 
-    def close(self) -> None:
-        """Forget the storages that are alive."""
-        self._storages.clear()
-
     def mark(self) -> int:
         """Mark this point among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")
@@ -241,15 +241,14 @@ class OperatorTracer(EagerMode):
 
     def value(self, memory: UntypedStorage, tensor: Tensor) -> int:
         """Return the number of the value that the memory of a tensor has now."""
-        known = self._storages.get(address_of(memory))
+        known = self._storages.get(memory)
         if known is None:
             return self._new(memory, tensor)
         if tensor.is_leaf and tensor.requires_grad:
-            self.trace.values[known[2]].is_leaf = True
-        return known[2]
+            self.trace.values[known.value].is_leaf = True
+        return known.value
 
     def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
-        address = address_of(memory)
         number, self._count = self._count, self._count + 1
         value = len(self.trace.values)
         # A hook gets a view of a parameter, whose base is the leaf.
@@ -262,7 +261,7 @@ class OperatorTracer(EagerMode):
                 is_leaf=base.is_leaf and base.requires_grad,
             )
         )
-        self._storages[address] = (number, ref(memory, lambda _: self._storages.pop(address, None)), value)
+        self._storages[memory] = _SeenStorage(number, value)
         # On a simulated device a real tensor has no address, and stands for memory of the device.
         if self.trace.values[value].pointer > 0 and not memory.resizable():
             self._strangers.append((value, self.mark()))
@@ -277,15 +276,14 @@ class OperatorTracer(EagerMode):
         return [self._written_to(memory, tensor) for memory in memories_of(tensor)]
 
     def _written_to(self, memory: UntypedStorage, tensor: Tensor) -> int:
-        address = address_of(memory)
-        known = self._storages.get(address)
+        known = self._storages.get(memory)
         if known is None:
             return self._new(memory, tensor)
-        number, alive, old = known
         values = self.trace.values
-        values[old].is_overwritten = True
-        values.append(SeenValue(size_bytes=taken_bytes(memory), pointer=self._pointer_of(memory), storage=number))
-        self._storages[address] = (number, alive, len(values) - 1)
+        values[known.value].is_overwritten = True
+        pointer = self._pointer_of(memory)
+        values.append(SeenValue(size_bytes=taken_bytes(memory), pointer=pointer, storage=known.number))
+        self._storages[memory] = _SeenStorage(known.number, len(values) - 1)
         return len(values) - 1
 
     def __torch_dispatch__(

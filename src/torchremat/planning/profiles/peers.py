@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchremat._compat.sharding import is_dtensor, is_sharded
-from torchremat.errors import TorchrematError
+from torchremat.errors import StepError, TorchrematError
 from torchremat.measuring.communication import is_data_parallel
 
 T = TypeVar("T")
@@ -120,3 +120,14 @@ def peers_of(model: nn.Module) -> Peers:
             if meshes:
                 return Peers(max(meshes, key=lambda mesh: mesh.ndim).get_all_groups())
     return Peers()
+
+
+def check_same_calls(names: Sequence[Sequence[str]]) -> None:
+    """Raise a StepError where the modules that some processes called are not the same."""
+    for rank, one in enumerate(names):
+        if one != names[0]:
+            raise StepError(
+                f"process {rank} called other modules in the step than process 0: {', '.join(one)}, against "
+                f"{', '.join(names[0])}. Processes that share their parameters need the same plan, so give them "
+                "batches of the same kind."
+            )

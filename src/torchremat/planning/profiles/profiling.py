@@ -6,12 +6,15 @@ last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of
 
     pass             shows
     1. traced        the order of calls, links, live ranges, flops
-    2. tried         which units repeat their forward in a recompute; no backward. See `replayability`
-    3. watched       bytes and seconds of each unit, and other live bytes at each program point
-    4. forward       the seconds of an unwatched forward, to which the others are scaled
-    5. watched       as 3, with the calls inside units instead of the units that make several
-    6. watched       as 3, with the modules around units instead of them, if that is worth a look; see `grain`
+    2. watched       bytes and seconds of each unit, and other live bytes at each program point; whether the units
+                     repeat their forward in a recompute, see `comparison`
+    3. forward       the seconds of an unwatched forward, to which the others are scaled
+    4. watched       as 2, with the calls inside units instead of the units that make several
+    5. watched       as 2, with the modules around units instead of them, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
+
+Where a watched step cannot tell whether units repeat their forward, a forward more tries them, see `replayability`: all
+of them, before any is watched, if some do not, if memory is short, or if several processes train the model.
 """
 
 from __future__ import annotations
@@ -19,13 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 from torch import nn
 
-from torchremat.errors import StepError
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
@@ -34,11 +36,12 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.profiles.peers import Peers
+from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
-from torchremat.planning.profiles.replayability import Repeats, leave_out, tried
+from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
@@ -97,7 +100,11 @@ def profile_subject(
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
     with peers.each(machine.entered), heap_set_aside():
-        return _Profiling(model, subject, machine, peers, repeats or Repeats()).pair(leaves=leaves, around=around)
+        profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
+        try:
+            return profiling.pair(leaves=leaves, around=around)
+        except UnlikeError:
+            return replace(profiling, tries=True).pair(leaves=leaves, around=around)
 
 
 _Way: TypeAlias = tuple[Units, Tree]
@@ -105,13 +112,20 @@ _Way: TypeAlias = tuple[Units, Tree]
 
 @dataclass(frozen=True, eq=False)
 class _Profiling:
-    """The work of `profile_subject`, with its common state."""
+    """The work of `profile_subject`, with its common state.
+
+    Attributes:
+        tries: Whether units are tried before they are watched. If not, watched steps compare, and may raise an
+            `UnlikeError`.
+    """
 
     model: nn.Module
     subject: Subject
     machine: Machine
     peers: Peers
     repeats: Repeats
+    tries: bool
+    traced: list[Trace] = field(default_factory=list[Trace])
 
     def pair(self, *, leaves: bool, around: bool) -> ProfilePair:
         units, finest = self.units(leaves=leaves)
@@ -142,13 +156,12 @@ class _Profiling:
 
     def units(self, *, leaves: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones, whose recompute repeats their forward."""
-        aside = partial(self.subject.untouched, looks=True)
-        traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
+        traced = self.trace()
         has_failed = False
         while True:
             grain = self.grain(traced)
             units = self.peers.each(lambda own=grain: find_units(traced, unlike=self.repeats.unlike, grain=own))
-            _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
+            check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
             finest = finest_units(units)
             if not (self.some_fail(units) or (leaves and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
                 break
@@ -156,6 +169,14 @@ class _Profiling:
         if has_failed:
             self.repeats.tell()
         return units, finest
+
+    def trace(self) -> Trace:
+        """Return the traced forward, which runs once."""
+        if not self.traced:
+            aside = partial(self.subject.untouched, looks=True)
+            step, record = self.subject.run, self.machine.record
+            self.traced.append(self.peers.each(lambda: trace(self.model, lambda _: step(), record, aside)))
+        return self.traced[0]
 
     def grain(self, traced: Trace) -> Grain:
         """Return how far calls are split: as in an earlier step with the same calls, and equal in each process."""
@@ -166,9 +187,13 @@ class _Profiling:
             known = self.repeats.grains[kind] = max(found, key=lambda grain: grain.need_bytes)
         return known
 
+    def are_known(self, units: Units) -> bool:
+        """Return whether each of the units has been tried, or none can be."""
+        return not self.machine.is_here or bool(units.trace.sharded) or self.repeats.know(units)
+
     def some_fail(self, units: Units) -> bool:
         """Try the units unless all have been tried, and return whether some cannot be units. See `replayability`."""
-        if not self.machine.is_here or units.trace.sharded or self.repeats.know(units):
+        if not self.tries or self.are_known(units):
             return False
         found, parts = list[dict[str, str]](), [range(len(units.units))]
         while parts:
@@ -222,13 +247,43 @@ class _Profiling:
         *others, last = enumerate(ways[place:], place)
         for reached, (units, tree) in others:
             try:
-                return reached, _measured(self.model, self.subject, units, tree, self.machine)
+                return reached, self.measured(units, tree)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 let_go(error)
             free_unused()
-        return last[0], _measured(self.model, self.subject, *last[1], self.machine)
+        return last[0], self.measured(*last[1])
+
+    def measured(self, units: Units, tree: Tree) -> Profile:
+        """Run the watched step under a tree; if the units have not been tried, compare.
+
+        Raises:
+            UnlikeError: They do not all repeat their forward, or that cannot be told here.
+        """
+        if self.tries or self.are_known(units):
+            return _completed(watch(self.model, self.subject, units, tree, self.machine), self.machine)
+        try:
+            found = self.compared(units, tree)
+        except Exception as error:  # noqa: BLE001  if it is not about a recompute, the next run raises it again
+            let_go(error)
+            found = None
+        if found is None:
+            free_unused()
+            raise UnlikeError
+        self.repeats.add(units, [{}])
+        return found
+
+    def compared(self, units: Units, tree: Tree) -> Profile | None:
+        """Run the watched step and compare; None if a unit does not repeat its forward, or that cannot be told."""
+        if len(tree) < len(units.units):
+            return None  # a region around several units shows what these return, not what they save
+        step = watch(self.model, self.subject, units, tree, self.machine, compares=True)
+        assert step.watcher.comparison is not None
+        unasked = step.watcher.comparison.unasked(len(units.units))
+        if unasked and tried(self.model, self.subject, units, unasked) != {}:
+            return None
+        return _completed(step, self.machine)
 
     def seconds(self) -> float | None:
         """Run an unwatched forward, and return its seconds, if they are meaningful."""
@@ -244,25 +299,14 @@ class _Profiling:
         return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
 
 
-def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
-    """Raise a StepError where the modules that some processes called are not the same."""
-    for rank, one in enumerate(names):
-        if one != names[0]:
-            raise StepError(
-                f"process {rank} called other modules in the step than process 0: {', '.join(one)}, against "
-                f"{', '.join(names[0])}. Processes that share their parameters need the same plan, so give them "
-                "batches of the same kind."
-            )
-
-
 def _fits(units: Units, part: range, machine: Machine) -> bool:
     """Whether a step in which each unit of a part is a region fits into the free memory now."""
     held = {storage for unit in part for storage in units.units[unit].inputs}
     return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
 
 
-def _measured(model: nn.Module, subject: Subject, units: Units, tree: Tree, machine: Machine) -> Profile:
-    found = watch(model, subject, units, tree, machine).profile()
+def _completed(step: WatchedStep, machine: Machine) -> Profile:
+    found = step.profile()
     return replace(found, overheads=machine.overheads(), generator_bytes=machine.generator_bytes)
 
 
@@ -299,6 +343,7 @@ def watch(
     tree: Tree,
     machine: Machine,
     *,
+    compares: bool = False,
     noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> WatchedStep:
     """Run a step in which every unit is a region, and record it.
@@ -309,22 +354,29 @@ def watch(
         units: The units.
         tree: A tree in which each is a region.
         machine: Where it runs.
+        compares: Whether to compare each recompute with its forward. What is done only for that is not in the record.
         noting: Returns a context for the step, in which more is recorded.
     """
     fixed = [*model.parameters(), *model.buffers()]
     with subject.untouched():
         before = subject.before(machine.device)
         with machine.record() as recorder:
-            watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed)
-            with installed(model, calls_of(units), tree, Settings(observer=watcher)), noting(recorder):
+            watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares)
+            settings = Settings(observer=watcher, early_stop=not compares)
+            with installed(model, calls_of(units), tree, settings), noting(recorder):
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
+        events = recorder.trace
+        if watcher.comparison is not None:
+            events = without_hidden(events, watcher.comparison.hidden)
+            watcher.is_over = True
+            watcher.comparison.run_again()
     marks = begins, forward, ends
-    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=recorder.trace, before=before, marks=marks)
+    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=events, before=before, marks=marks)
 
 
 def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:

@@ -1,4 +1,4 @@
-"""Which units repeat their forward in a recompute: each is tried once, before planning.
+"""Which units do not repeat their forward in a recompute: each is tried, where a watched step cannot tell.
 
 A module may read state that is not passed to it: an attribute that the code around it sets, a count of its calls, a
 draw of `random` or NumPy. A recompute finds this state as it is then, and the gradients are wrong, or user code raises.
@@ -53,6 +53,10 @@ _NO_ROOM = (
 )
 
 
+class UnlikeError(Exception):
+    """Units of a watched step do not all repeat their forward, or that is unknown: they have to be tried first."""
+
+
 @dataclass(eq=False)
 class Repeats:
     """The results for the modules that have been tried.
@@ -87,7 +91,7 @@ class Repeats:
             warn(told(self.unlike), RepeatWarning)
 
 
-def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict[str, str] | None:
+def tried(model: nn.Module, subject: Subject, units: Units, part: Sequence[int]) -> dict[str, str] | None:
     """Return the modules whose recompute does not repeat their forward, with reasons; None if memory ran out.
 
     Where saved tensors cannot be compared, only errors and different shapes are found.
@@ -121,7 +125,9 @@ def leave_out() -> None:
 class _Trial(UnitObserver):
     """A forward in which every unit is a region, and one recompute of some."""
 
-    def __init__(self, units: Units, part: range, check: Check, warned: Sequence[warnings.WarningMessage]) -> None:
+    def __init__(
+        self, units: Units, part: Sequence[int], check: Check, warned: Sequence[warnings.WarningMessage]
+    ) -> None:
         super().__init__(units)
         self.part = part
         self.check: Check = check

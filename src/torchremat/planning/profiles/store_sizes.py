@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.runs import Subject
+from torchremat.measuring.storages import address_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
-from torchremat.measuring.tracker import address_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile

@@ -33,9 +33,9 @@ from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
+from torchremat.measuring.storages import StorageMap
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
-from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.conditions import conditions_of
 from torchremat.planning.inputs import elements_in
@@ -62,8 +62,7 @@ class _Tracer:
         self.time = 0
         self.open: list[int] = []
         self.counts: dict[str, int] = {}
-        # By address. An address cannot be reused before the callback of its weak reference has removed the entry.
-        self.storages: dict[int, tuple[int, ReferenceType[UntypedStorage]]] = {}
+        self.storages = StorageMap[int](self.dies)
         self.storage_bytes: dict[int, int] = {}
         self.born: dict[int, int] = {}
         self.died: dict[int, int] = {}
@@ -89,26 +88,23 @@ class _Tracer:
 
     def storage(self, storage: UntypedStorage, tensor: Tensor, *, new: bool = False) -> int:
         """Return the number of a storage of a tensor; for `new` see `storages_of`."""
-        address = address_of(storage)
-        known = self.storages.get(address)
+        known = self.storages.get(storage)
         if known is not None:
-            return known[0]
-        number = len(self.storage_bytes)
-
-        def dies(_: object) -> None:
-            del self.storages[address]
-            # A storage freed after a call returned, before anything else ran, was an argument with no other reference,
-            # or the old value of the variable that takes its result.
-            self.died[number] = self.time
-            if self.idle_since == len(self.log.trace.runs):
-                self.died[number] -= 1
-                self.lasting.add(number)
-
-        self.storages[address] = (number, ref(storage, dies))
+            return known
+        number = self.storages[storage] = len(self.storage_bytes)
         self.storage_bytes[number] = taken_bytes(storage)
         self.born[number] = self.time + new
         self.log.also_known_as(storage, tensor, number)
         return number
+
+    def dies(self, number: int) -> None:
+        """Record that a storage is freed."""
+        # A storage freed after a call returned, before anything else ran, was an argument with no other reference, or
+        # the old value of the variable that takes its result.
+        self.died[number] = self.time
+        if self.idle_since == len(self.log.trace.runs):
+            self.died[number] -= 1
+            self.lasting.add(number)
 
     def seen(self, tensor: Tensor, *, new: bool = False) -> list[Seen]:
         """Return the tensor as seen, one entry for each of its storages."""
@@ -273,7 +269,6 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
             call.is_overwritten = any(parameter._version != version for parameter, version in versions)
     finally:
         tracer.storages.clear()  # frees from here on are not recorded
-        log.close()
     del loss
     return Trace(
         calls=tracer.calls,

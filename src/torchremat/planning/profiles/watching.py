@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.graphs import outside_graphs
-from torchremat.measuring.tracker import address_of
+from torchremat.measuring.storages import address_of
+from torchremat.planning.profiles.comparison import Comparison
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer
-from torchremat.regions.slots import Recomputable, Slot
+from torchremat.regions.slots import Recomputable, Slot, waits
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
@@ -98,7 +100,15 @@ class UnitObserver(Observer):
 
 
 class Watcher(UnitObserver):
-    """The observer of the profiled step."""
+    """The observer of the profiled step.
+
+    Args:
+        units: The units.
+        mark: Marks the current time among the allocations.
+        pointer_of: Returns the address of a storage among the allocations.
+        fixed: Tensors from before the step, which do not count.
+        compares: Whether to compare each recompute with its forward; recomputes must run to their end then.
+    """
 
     def __init__(
         self,
@@ -106,8 +116,11 @@ class Watcher(UnitObserver):
         mark: Callable[[str], int],
         pointer_of: Callable[[UntypedStorage], int],
         fixed: Iterable[Tensor],
+        *,
+        compares: bool = False,
     ) -> None:
         super().__init__(units)
+        self.comparison = Comparison(mark) if compares else None
         self.mark = mark
         self.pointer_of = pointer_of
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
@@ -119,6 +132,7 @@ class Watcher(UnitObserver):
         # The marks between which regions copy generator states and buffers, or drop the copies.
         self.copying: list[tuple[int, int]] = []
         self.since = -1
+        self.is_over = False
 
     def looks(self, region: Recomputable) -> None:
         """See `Observer`."""
@@ -140,6 +154,16 @@ class Watcher(UnitObserver):
             own.region = ref(region, lambda _: self.released(unit))
             own.looks, own.begins = self.since, begins
 
+    def is_kept(self, unit: int, region: Recomputable) -> bool:
+        """Return whether a region that has ended saves nothing, and holds nothing but inputs that is freed with it."""
+        if any(waits(one()) for one in region.slots) or self.units.units[unit].carried:
+            return False
+        calls = region.recording.calls
+        worlds = [call.world for call in calls]
+        seen = chain.from_iterable(memories_of(tensor) for world in worlds for tensor in world.tensors())
+        has_states = any(call.generators for call in calls) or any(world.backups for world in worlds)
+        return not has_states and all(address_of(memory) in self.fixed for memory in seen)
+
     def released(self, unit: int) -> None:
         """Record that the region of a unit is freed, and all that it held."""
         if self.watched[unit].released < 0:
@@ -157,6 +181,8 @@ class Watcher(UnitObserver):
         slot = region.slots[-1]()
         if slot is not None:
             own.slots.append(ref(slot, lambda _: self.dropped(own, place)))
+        if self.comparison is not None:
+            self.comparison.saved(unit, place, tensor)
         numbers = own.parts[place] if place < len(own.parts) else ()
         for part, storage in enumerate(memories_of(tensor)):
             if (address := address_of(storage)) in self.fixed:
@@ -183,6 +209,11 @@ class Watcher(UnitObserver):
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
+        if self.comparison is not None:
+            self.comparison.returned(unit, call, output)
+            if call + 1 == len(self.units.units[unit].calls) and self.is_kept(unit, region):
+                self.watched[unit].region = None
+                self.comparison.keeps(unit, region)
         own = self.watched[unit]
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
         for storage, was in zip(_memories(tensors_in(output)), seen, strict=False):
@@ -195,14 +226,29 @@ class Watcher(UnitObserver):
     def recomputing(self, region: Recomputable) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if unit is not None and self.watched[unit].recompute < 0:
+        if not self.is_over and unit is not None and self.watched[unit].recompute < 0:
             self.order.append(unit)
             self.watched[unit].recompute = self.mark("recompute")
 
-    def recomputed(self, region: Recomputable) -> None:
+    @outside_graphs
+    def filled(self, region: Recomputable, index: int, tensor: Tensor, *, ends: bool) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if unit is not None and self.watched[unit].recomputed < 0:
+        if unit is not None and self.comparison is not None:
+            self.comparison.saved_again(unit, index, tensor, ends=ends)
+
+    def returned(self, region: Recomputable, call: int, output: object) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and self.comparison is not None:
+            self.comparison.returned_again(unit, call, output)
+
+    def recomputed(self, region: Recomputable) -> None:
+        """See `Observer`."""
+        if self.comparison is not None:
+            self.comparison.recomputed()
+        unit = self.unit_of(region)
+        if not self.is_over and unit is not None and self.watched[unit].recomputed < 0:
             self.watched[unit].recomputed = self.mark("recomputed")
 
     @outside_graphs
