@@ -74,14 +74,9 @@ def imported(name, node):
     return [f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names]
 
 
-def imports(name, *, of_types=True):
-    """The own modules that module `name` imports, those for annotations alone included if `of_types`."""
-    nodes = nodes_of(name)
-    if not of_types:
-        blocks = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        annotations = {id(child) for block in blocks for child in ast.walk(block)}
-        nodes = [node for node in nodes if id(node) not in annotations]
-    return [target for node in nodes for target in imported(name, node)]
+def imports(name):
+    """The own modules that module `name` imports, those for annotations alone included."""
+    return [target for node in nodes_of(name) for target in imported(name, node)]
 
 
 def rung(name):
@@ -115,13 +110,10 @@ def test_own_modules_are_imported_at_the_top_of_a_file():
     ] == []
 
 
-def in_cycles(*, of_types):
+def in_cycles():
     """The modules that import themselves by way of others."""
     # A package whose own module is asked for has begun to import already.
-    graph = {
-        name: {target for target in imports(name, of_types=of_types) if not f"{name}.".startswith(f"{target}.")}
-        for name in MODULES
-    }
+    graph = {name: {target for target in imports(name) if not f"{name}.".startswith(f"{target}.")} for name in MODULES}
 
     def reached_from(name):
         found, pending = set(), [name]
@@ -135,27 +127,8 @@ def in_cycles(*, of_types):
 
 
 # Still in cycles by imports for annotations alone. This list only gets shorter: a cycle means that a noun is missing.
-_IN_CYCLES_OF_TYPES = {
-    "torchremat.measuring.measured_page",
-    "torchremat.measuring.measurement",
-    "torchremat.measuring.saved_page",
-    "torchremat.measuring.saved_report",
-    "torchremat.measuring.saved_text",
-    "torchremat.planning.descriptions",
-    "torchremat.planning.frontier_page",
-    "torchremat.planning.frontiers",
-    "torchremat.planning.plan_page",
-    "torchremat.planning.planner",
-    "torchremat.planning.plans",
-    "torchremat.planning.printing",
-    "torchremat.planning.searches.solving",
-    "torchremat.planning.searches.storing",
-}
-
-
 def test_imports_have_no_cycle():
-    assert in_cycles(of_types=False) == set()
-    assert in_cycles(of_types=True) <= _IN_CYCLES_OF_TYPES
+    assert in_cycles() == set()
 
 
 def test_files_and_functions_are_short():
@@ -242,15 +215,13 @@ def test_no_name_is_both_a_module_and_a_function():
 
 # Each is public in two doors: the policy that users write, and ours; the callback of two frameworks.
 TWICE = {"MemoryBudget", "Policy"}
-# A private class of the recorded step has the name of another class until the records of a step are one.
-RECORDED = {"Choosing", "StepLog", "Taken"}
 
 
 def test_a_class_name_means_one_class():
     classes = [node for name in MODULES for node in nodes_of(name) if isinstance(node, ast.ClassDef)]
     names = Counter(node.name.lstrip("_") for node in classes)
 
-    assert {name for name, times in names.items() if times > 1} - RECORDED == TWICE
+    assert {name for name, times in names.items() if times > 1} == TWICE
 
 
 # What users import. To a test all else is private: tests/probes has it for the others, so that when something moves in

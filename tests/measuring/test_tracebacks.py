@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import torchremat
-from probes.memory import without_our_frames
+from probes.memory import OURS, without_our_frames
 from torchremat import Adaptive, Planner, StepError, fit, frontier, guard, measure, plan, saved, verify
 from torchremat.errors import bug
-from torchremat.frames import OURS
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn, optim
 
 import torchremat
 from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Loop, equal, in_memory, loss_of, net
+from probes.memory import record_allocations
 from torchremat import (
     Compressed,
     Disk,
@@ -29,7 +30,6 @@ from torchremat import (
     offload_optimizer,
     release_gradients,
 )
-from torchremat.measuring.allocator import record_allocations
 
 # The counts of steps, which stay: of the twelve parameters that have a gradient.
 COUNTS = 4 * 12

@@ -8,8 +8,8 @@ import torchremat
 from models import GPT
 from optimizing.loops import equal
 from optimizing.test_offload import into
+from probes.memory import record_allocations
 from torchremat import Disk, release_gradients
-from torchremat.measuring.allocator import record_allocations
 
 ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
 

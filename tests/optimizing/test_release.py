@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
 from optimizing.loops import KINDS, ByTheNormOfAll, Lion, Loop, Noisy, equal, loss_of, net
+from probes.memory import record_allocations
 from torchremat import MutationError, UnsupportedError, checkpoint, measure, release_gradients
-from torchremat.measuring.allocator import record_allocations
 
 
 def adamw(model):

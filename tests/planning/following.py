@@ -187,7 +187,8 @@ class ToldOffloads(OffloadedBytes):
     """Tells of each storage that goes to a store and comes back."""
 
     def __init__(self, simulator, offloads):
-        super().__init__(simulator, offloads)
+        super().__init__(simulator.live, simulator.units, simulator.lifetimes, offloads)
+        self._simulator = simulator
         self.settled = set()
 
     def told(self, verb, unit, parcels):
@@ -210,7 +211,7 @@ class ToldOffloads(OffloadedBytes):
 
     def _away(self, unit):
         leaving = self._offloads[unit].offload_size.leaving
-        return [one for one in leaving if one.storage is None or one.storage not in self._simulator.held]
+        return [one for one in leaving if one.storage is None or one.storage not in self._live.held]
 
     def _begin(self, unit):
         self.told("begin", unit, [one for one in self._away(unit) if one.storage not in self._begun])
@@ -265,7 +266,7 @@ def waiting_in(slot):
     """The recomputed tensor that waits in a slot for a backward or a session, if there is one."""
     if slot is None or slot.task is not None:
         return slot and slot.tensor
-    return next((tensor for tensor, _ in (slot.others or {}).values()), None)
+    return next((one.tensor for one in (slot.others or {}).values()), None)
 
 
 class Following(UnitObserver):

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity
 from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
+from probes.memory import Versioned
 from torchremat import (
     Adaptive,
     BudgetError,
@@ -32,7 +33,6 @@ from torchremat import (
     wrap,
 )
 from torchremat.pipeline import attach, plan_stages
-from torchremat.tensors.versioned import Versioned
 from turns import in_turn
 
 

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 import models
 from planning.kinds import square
 from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
-from probes.memory import FlopCounter
+from probes.memory import PACKAGES, FlopCounter
 from probes.planning import KeepNode, Overheads, flow_of, options_of, predict
 from probes.regions import Collecting, Replaying
 from torchremat import BudgetError, OrderWarning, Plan, Planner
-from torchremat.frames import PACKAGES
 
 
 class InPlace(nn.Module):

@@ -1,8 +1,8 @@
 """What the allocator, the counters of flops and the trackers of storages tell, and a step as planning runs it."""
 
 from torchremat._compat import accelerators
+from torchremat.frames import OURS, PACKAGES
 from torchremat.measuring import heap, profiled
-from torchremat.measuring import untouched as writing
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.flops import FlopCounter, formula_of
@@ -16,3 +16,4 @@ from torchremat.measuring.storages import StorageMap, StorageNumbers, address_of
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched
+from torchremat.tensors.versioned import Versioned

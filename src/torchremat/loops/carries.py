@@ -28,7 +28,6 @@ from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
-    from torchremat.loops.stretches import Stretches
     from torchremat.regions.region import Region
     from torchremat.regions.slots import Key
 
@@ -136,18 +135,3 @@ class InputSource(Protocol):
             ChangedError: It was written in place since the forward.
         """
         ...
-
-
-class CarriedInput:
-    """What the region of a step holds in place of a tensor of its carry: the number `place` there."""
-
-    __slots__ = ("carry", "place", "stretches")
-
-    def __init__(self, stretches: Stretches, carry: Carry, place: int) -> None:
-        self.stretches = stretches
-        self.carry = carry
-        self.place = place
-
-    def unpack(self) -> Tensor:
-        """Return the tensor, after recomputing the stretch up to the carry if it is not in a slot."""
-        return self.stretches.input_of(self.carry, self.place)

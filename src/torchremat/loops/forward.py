@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import CarriedInput, Carry, HeldInput, InputSource, LoopStep
+from torchremat.loops.carries import Carry, HeldInput, InputSource, LoopStep
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
-from torchremat.loops.stretches import Stretches
+from torchremat.loops.stretches import CarriedInput, Stretches
 from torchremat.regions.inputs import Inputs
 from torchremat.regions.region import Region
 from torchremat.regions.runs import continued

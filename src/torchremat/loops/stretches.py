@@ -168,3 +168,18 @@ def _end(stretches: ReferenceType[Stretches]) -> None:
     alive = stretches()
     if alive is not None:
         alive.end()
+
+
+class CarriedInput:
+    """What the region of a step holds in place of a tensor of its carry: the number `place` there."""
+
+    __slots__ = ("carry", "place", "stretches")
+
+    def __init__(self, stretches: Stretches, carry: Carry, place: int) -> None:
+        self.stretches = stretches
+        self.carry = carry
+        self.place = place
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, after recomputing the stretch up to the carry if it is not in a slot."""
+        return self.stretches.input_of(self.carry, self.place)

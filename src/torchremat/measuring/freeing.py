@@ -114,7 +114,7 @@ def freed(log: StepLog, policy: Callable[..., object] | None, blocks: Sequence[s
             saved = {
                 one for (storages, _), of in zip(log.kept, inside, strict=True) if of == region for one in storages
             }
-            found = _Choosing(log, region, saved, policy)
+            found = _PolicyChoice(log, region, saved, policy)
             found.run()
             kept |= found.kept
             stored |= found.stored
@@ -179,7 +179,7 @@ def blocks_of(log: StepLog) -> tuple[str, ...]:
     return tuple(name for name in names if freed(log, None, [name]).freed_bytes > 0)
 
 
-class _Choosing:
+class _PolicyChoice:
     """One region under a policy. See NOTE [ What a policy would keep ].
 
     Attributes:

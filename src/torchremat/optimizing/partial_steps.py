@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -32,7 +32,19 @@ from torchremat.optimizing.tombstones import ReleasedGradient
 
 if TYPE_CHECKING:
     from torchremat.optimizing.moving import StateMover
-    from torchremat.optimizing.release import GradientRelease
+
+
+class Releasing(Protocol):
+    """What steps in the backward, as the step of an optimizer knows it."""
+
+    def check_step(self, closure: object) -> None:
+        """Raise an UnsupportedError if the user's `step()` cannot run now."""
+        ...
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """The user's `step()` has ended."""
+        ...
+
 
 _all: WeakKeyDictionary[Optimizer, PartialSteps] = WeakKeyDictionary()
 
@@ -75,7 +87,7 @@ class PartialSteps:
         if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
         check_separable(optimizer)
-        self.release: GradientRelease | None = None
+        self.release: Releasing | None = None
         self.mover: StateMover | None = None
         self.names: dict[int, str] = {}
         self._optimizer = ref(optimizer)

@@ -59,8 +59,8 @@ class Persistent:
         self._lowest = first_finite(self._tables.top[0])
         self._trees: dict[int, _FoundNodes] = {}
         # Choices made before: most trees differ in few of them.
-        self._chosen_top: dict[tuple[int, int], _Choice | None] = {}
-        self._chosen: dict[tuple[int, int, int, bool], _Choice | None] = {}
+        self._chosen_top: dict[tuple[int, int], _NextNode | None] = {}
+        self._chosen: dict[tuple[int, int, int, bool], _NextNode | None] = {}
 
     def solve(self, limit_bytes: int) -> Tree | None:
         """Return the cheapest tree whose peak is at most the limit, or None if none exists.
@@ -173,7 +173,7 @@ class Persistent:
             else:
                 run.nodes.append(KeepNode(begin, choice.option))
 
-    def _next(self, run: _RegionRun, *, is_top: bool) -> _Choice | None:
+    def _next(self, run: _RegionRun, *, is_top: bool) -> _NextNode | None:
         if is_top:
             asked = run.next, run.m
             if asked not in self._chosen_top:
@@ -184,7 +184,7 @@ class Persistent:
             self._chosen[within] = self._choice(*within)
         return self._chosen[within]
 
-    def _top_choice(self, s: int, m: int) -> _Choice | None:
+    def _top_choice(self, s: int, m: int) -> _NextNode | None:
         """Return how the cheapest tree of s..n-1 begins with m slots free: the term of T(s, m) that is least."""
         tables, sizes = self._tables, self._tables.sizes
         base = int(sizes.forward_base[s])
@@ -193,7 +193,7 @@ class Persistent:
             if m >= sizes.kept_need(term, base + term.full_bytes):
                 cost = term.cost + tables.top[s + 1, m - term.held]
                 if cost < best:
-                    best, choice = cost, _Choice(last=s, held=term.held, option=option)
+                    best, choice = cost, _NextNode(last=s, held=term.held, option=option)
         regions = tables.top_regions(s)
         count = int(np.count_nonzero(regions.need <= m))  # needs rise with the length
         if count:
@@ -201,10 +201,10 @@ class Persistent:
             costs = tables.v[s][index, free] - regions.forwards[:count] + tables.top[s + 1 + index, free]
             if costs.min() < best:
                 cut = int(costs.argmin())
-                choice = _Choice(last=s + cut, held=int(regions.held[cut]), option=None)
+                choice = _NextNode(last=s + cut, held=int(regions.held[cut]), option=None)
         return choice
 
-    def _choice(self, s: int, t: int, m: int, pays: bool) -> _Choice | None:
+    def _choice(self, s: int, t: int, m: int, pays: bool) -> _NextNode | None:
         """Return how the cheapest end of a region goes on: the term of V(s, t, m) or, if it pays, W(s, t, m)."""
         tables, sizes = self._tables, self._tables.sizes
         base = int(sizes.backward_base[t])
@@ -213,14 +213,14 @@ class Persistent:
             if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
                 cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
                 if cost < best:
-                    best, choice = cost, _Choice(last=s, held=term.held, option=option)
+                    best, choice = cost, _NextNode(last=s, held=term.held, option=option)
         held = sizes.up(self.chain.stages[s].linked_bytes) if pays else 0
         needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
         count = int(np.count_nonzero(needs <= m - held))
         if count:
             costs = tables.v[s][:count, m - held] + tables.w[t][s + 1 : s + 1 + count, m - held]
             if costs.min() < best:
-                choice = _Choice(last=s + int(costs.argmin()), held=held, option=None)
+                choice = _NextNode(last=s + int(costs.argmin()), held=held, option=None)
         return choice
 
 
@@ -238,7 +238,7 @@ def _all_kept(chain: Chain) -> _FoundNodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choice:
+class _NextNode:
     last: int
     held: int  # slots
     option: int | None  # None: a region

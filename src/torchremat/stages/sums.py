@@ -41,8 +41,8 @@ from torchremat.regions.selective.kept import memory_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """The turn of a microbatch's backward; of two the second is the last."""
+class _BackwardPlace:
+    """The place of a microbatch's backward in their order; of two the second is the last."""
 
     is_first: bool = False
     is_second: bool = False
@@ -64,11 +64,13 @@ class Sums:
         with heap_set_aside():
             runs = [_SumsRun(module, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
         self._whole = pair.blocks
-        last = _Turn(is_second=microbatches == 2, is_last=True)
-        self._turns = [
-            _pair(runs, turn) for turn in (_Turn(is_first=True), _Turn(is_second=True, is_last=microbatches == 2))
-        ]
-        self._turns.append(_pair(runs, last))
+        are_two = microbatches == 2
+        places = (
+            _BackwardPlace(is_first=True),
+            _BackwardPlace(is_second=True, is_last=are_two),
+            _BackwardPlace(is_second=are_two, is_last=True),
+        )
+        self._places = [_pair(runs, place) for place in places]
         self._mixtures: dict[int, tuple[Profile, list[Profile]]] = {}
 
     def predict(self, candidate: Candidate) -> SumsPrediction:
@@ -77,16 +79,16 @@ class Sums:
         return SumsPrediction(first_bytes=first, second_bytes=second, last_bytes=last)
 
     def _of(self, profile: Profile) -> list[Profile]:
-        """Return the profile of each turn with the units of a profile."""
+        """Return the profile of each place with the units of a profile."""
         if id(profile) not in self._mixtures:
             whole = {call for unit in profile.units.units for call in unit.calls}
             split = frozenset(call for unit in self._whole.units.units for call in unit.calls if call not in whole)
-            self._mixtures[id(profile)] = profile, [mixed(one, split) for one in self._turns]
+            self._mixtures[id(profile)] = profile, [mixed(one, split) for one in self._places]
         return self._mixtures[id(profile)][1]
 
 
-def _pair(runs: list[_SumsRun], turn: _Turn) -> ProfilePair:
-    profiles = [run.profile(turn) for run in runs]
+def _pair(runs: list[_SumsRun], place: _BackwardPlace) -> ProfilePair:
+    profiles = [run.profile(place) for run in runs]
     return aligned(ProfilePair(blocks=profiles[0], leaves=profiles[1] if len(profiles) > 1 else None))
 
 
@@ -134,9 +136,9 @@ class _SumsRun:
             _WeightGradient(mark=mark, pointer=pointer, size_bytes=size_bytes, is_view=gradient._is_view())
         )
 
-    def profile(self, turn: _Turn) -> Profile:
-        """Return the profile of a backward in its turn."""
-        found = self._step.profile(self._trace(turn))
+    def profile(self, place: _BackwardPlace) -> Profile:
+        """Return the profile of a backward in its place."""
+        found = self._step.profile(self._trace(place))
         read = replace(
             self._whole,
             sizes=found.sizes,
@@ -147,20 +149,20 @@ class _SumsRun:
         )
         return replace(read, options=options_like(self._whole.options, read))
 
-    def _trace(self, turn: _Turn) -> AllocationTrace:
-        """Return the events of a turn."""
+    def _trace(self, place: _BackwardPlace) -> AllocationTrace:
+        """Return the events of a backward in its place."""
         trace = self._step.trace
         delta = trace.delta_bytes.copy()
         more: list[tuple[int, int]] = []  # the mark and the bytes of each
         for made in self._made:
             freed = self._freed(made)
-            if turn.is_first and freed is not None:
+            if place.is_first and freed is not None:
                 delta[freed] = 0
-            elif turn.is_first:
+            elif place.is_first:
                 more.append((made.mark, made.size_bytes))
-            if turn.is_second and made.is_view:
+            if place.is_second and made.is_view:
                 more += [(made.mark, made.size_bytes), (made.mark, -made.size_bytes)]
-            if turn.is_last:
+            if place.is_last:
                 more.append((made.mark, -made.size_bytes))
         return _with_events(replace(trace, delta_bytes=delta), more)
 

@@ -91,7 +91,7 @@ def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile
         machine.logged() as recorder,
         subject.untouched(),
         FlopCounter() as flops,
-        _StepLog(flops, machine.device, recorder) as log,
+        _PlainStepTracer(flops, machine.device, recorder) as log,
     ):
         loss = subject.forward()
         log.in_backward = True
@@ -133,7 +133,7 @@ class _BackwardOperator(NamedTuple):
         return Pull(reads=self.reads, beside_bytes=beside_bytes)
 
 
-class _StepLog(OperatorTracer):
+class _PlainStepTracer(OperatorTracer):
     """Logs the operators of a forward, and the reads of the operators of the backward after it.
 
     Attributes:

@@ -174,12 +174,12 @@ class _Scale:
             self.places[address_of(memory)] = self.seen
         self.seen += 1
 
-    def put(self, tensor: Tensor) -> _Taken:
+    def put(self, tensor: Tensor) -> _EmptyHandle:
         """Put a tensor into the store and take it back."""
         place = self.places.get(address_of(tensor.untyped_storage()), self.most)
         self.given.append(place)
         if self.store is None:
-            return _Taken()
+            return _EmptyHandle()
         mark = self.recorder.mark
         before = mark("before")
         read: list[object] = []
@@ -189,7 +189,7 @@ class _Scale:
         except StoreError:
             handle = None  # a strict store has no room
         if handle is None:
-            return _Taken()  # in a later step it may have room for another
+            return _EmptyHandle()  # in a later step it may have room for another
         put = mark("put")
         settle(handle)
         read.clear()
@@ -202,7 +202,7 @@ class _Scale:
         if place < self.most:
             marks = before, put, left, begun, there
             self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
-        return _Taken()
+        return _EmptyHandle()
 
     @property
     def payload(self) -> Payload:
@@ -237,7 +237,7 @@ class _Scale:
         return offload_size if offload_size.all_bytes else None
 
 
-class _Taken:
+class _EmptyHandle:
     """The handle of a tensor that is never asked for."""
 
     __slots__ = ("__weakref__",)
