@@ -71,10 +71,10 @@ def test_no_function_takes_other_options(call, said):
     ("options", "said"),
     [
         ({"cost": "bytes"}, "cost='bytes': allowed are 'seconds' and 'flops'"),
-        ({"operators": 1}, "operators=1: True or False is needed"),
-        ({"allow_lossy": "no"}, "allow_lossy='no': True or False is needed"),
-        ({"progress": True}, "progress=True: a function is needed"),
-        ({"stores": "disk"}, "stores='disk': a list of stores is needed"),
+        ({"operators": 1}, "operators=1: expected True or False"),
+        ({"allow_lossy": "no"}, "allow_lossy='no': expected True or False"),
+        ({"progress": True}, "progress=True: expected a function"),
+        ({"stores": "disk"}, "stores='disk': expected a list of stores"),
         ({"stores": [Disk()], "on": "meta"}, "leave out stores or on='meta'"),
     ],
 )

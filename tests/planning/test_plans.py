@@ -35,7 +35,7 @@ from torchremat import (
 
 # What is applied here is about values, and was planned without the optimizer that trains, and without DDP around it.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* (is trained by|is inside of DistributedDataParallel since)", "ignore:a step was measured at"
+    "ignore:.* (is trained by|has a plan and was put into DistributedDataParallel)", "ignore:a step was measured at"
 )
 
 

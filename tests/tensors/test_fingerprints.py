@@ -117,6 +117,16 @@ def test_parameters_expanded_and_sparse_tensors():
         assert alike(torch.eye(3).to_sparse(), torch.eye(3))
 
 
+@pytest.mark.parametrize("size", [1, 6])
+def test_what_is_lazy_has_the_bits_of_the_materialised_copy(size):
+    # A tensor that is lazily negated cannot be viewed as words, and a zero tangent has no memory to read.
+    one = some(torch.complex64, size)
+    lazy = [one.conj(), one.conj().imag, torch._neg_view(one.real.clone()), torch._efficientzerotensor(size, 2)]
+
+    for tensor in lazy:
+        assert torch.equal(fingerprint(tensor), fingerprint(tensor.clone().resolve_conj().resolve_neg()))
+
+
 def test_nothing_is_saved_for_backward():
     x = torch.ones(3, requires_grad=True)
     saved = []

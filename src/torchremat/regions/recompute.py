@@ -180,7 +180,8 @@ class RegionRecompute:
             region, observer = self.observed
             observer.returned(region, number, output)
         if number + 1 == len(recording.calls) or refill.is_stopped:
-            refill.returned(output)
+            if refill.returns:
+                refill.returned(output)
             return
         del args, kwargs
         outputs: list[Tensor] = []

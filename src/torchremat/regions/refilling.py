@@ -182,7 +182,8 @@ class Refill:
         if index == self.last or (self.last > index >= self.needed and holding.now):
             self.is_served = True
             if self._ends_early or self.recording.is_running:
-                self._stop()
+                self.is_stopped = True
+                raise Stop  # See Rule 5
         return self._detached(tensor) if self.keeps else None  # See Rule 6
 
     def skip(self, tensor: Tensor) -> object:
@@ -222,12 +223,10 @@ class Refill:
         return Difference(kind=kind, saved_then=saved_then, saved_now=self.count)
 
     def returned(self, output: object) -> None:
-        """Take the output of the last call, if it is wanted."""
-        if self.returns:
-            found: list[Tensor] = []
-            template = split(output, found, [])
-            # Without its graph, whose hooks refer to this object.
-            self.output = join(template, [self._detached(one) for one in found])
+        """Take the output of the last call, without its graph, whose hooks refer to this object."""
+        found: list[Tensor] = []
+        template = split(output, found, [])
+        self.output = join(template, [self._detached(one) for one in found])
 
     def _last(self) -> int:
         """Return the save after which all needed tensors are filled."""

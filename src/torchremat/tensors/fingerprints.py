@@ -128,10 +128,13 @@ def _words(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _plain(tensor: Tensor, *, by_memory: bool) -> Tensor:
     tensor = tensor.detach()
+    if tensor._is_zerotensor():  # zero tangents of forward mode: a storage with a size and no memory
+        tensor = tensor.new_zeros(tensor.shape)
+    # A copy, if it is lazily negated or conjugated: it may come back materialised.
+    tensor = tensor.resolve_neg()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        # A copy, if it is lazily conjugated: it may come back materialised.
         tensor = torch.view_as_real(tensor.resolve_conj())
     if by_memory and not tensor.is_contiguous():
         strides = tensor.stride()
