@@ -120,8 +120,8 @@ def _words(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bits of a tensor as int64 words, and the bytes that are left over."""
     flat = values.contiguous().view(-1)
     size = flat.element_size()
-    if flat.storage_offset() * size % 8:
-        flat = flat.clone()
+    if flat.storage_offset() * size % 8 or flat.stride(0) != 1:  # a single element may have any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
     whole = flat.numel() * size // 8 * 8 // size
     return flat[:whole].view(torch.int64), flat[whole:].view(torch.uint8).long()
 
