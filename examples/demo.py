@@ -1,11 +1,12 @@
-"""Train a byte-level GPT on real text, plain and inside four memory budgets, and compare the runs bit for bit.
+"""Train a byte-level GPT on real text, plain and inside six memory budgets, and compare the runs bit for bit.
 
 The text is the source of the Python standard library. All runs take each batch in turn, so that their step times can be
-compared. Plan files and the memory curves of one step go to `out/`. The exit code is 1, and the last lines say why, if
+compared. In the last two runs the backward releases the gradients; in the last one AdamW's state is on the disk, too.
+Plan files and the memory curves of one step go to `out/`. The exit code is 1, and the last lines say why, if
 
     a measured peak is above its budget, or more than 1% off its prediction
     a single bit of a loss or of a final parameter differs from the plain run
-    the smallest budget takes more than twice as long as the plain run
+    the smallest budget of plans alone takes more than twice as long as the plain run
 
 `--smoke` does all of it on a tiny model within seconds; step times are not judged then.
 """
@@ -35,7 +36,7 @@ from torchremat.reports.tables import Row, comparison
 
 MIB = 2**20
 SHARES = ("75%", "50%", "30%")
-SLOWEST = 2.0
+SMALLEST, SLOWEST = "smallest", 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,37 @@ class Run:
         self.optimizer_peak_bytes = self.measured.before_bytes + recorder.trace.peak_bytes
 
 
-def make_run(name: str, plan: torchremat.Plan | None, sizes: Sizes) -> Run:
+def release(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torchremat.release_gradients(model, optimizer)
+
+
+def release_and_store(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torchremat.release_gradients(model, optimizer)
+    torchremat.offload_optimizer(optimizer, torchremat.Disk())
+
+
+# What lowers the part of a step that no recompute lowers.
+LOWERED = {"released": release, "on disk": release_and_store}
+
+
+def build_for(name: str, sizes: Sizes) -> tuple[GPT, torch.optim.Optimizer]:
+    """What the run of a name trains, before it has a plan."""
     model, optimizer = build(sizes)
+    if name in LOWERED:
+        LOWERED[name](model, optimizer)
+    return model, optimizer
+
+
+def make_run(name: str, plan: torchremat.Plan | None, sizes: Sizes) -> Run:
+    model, optimizer = build_for(name, sizes)
     if plan is not None:
         plan.apply(model)
     return Run(name=name, plan=plan, model=model, optimizer=optimizer)
+
+
+def planner_for(name: str, rows: Tensor, sizes: Sizes) -> torchremat.Planner:
+    model, optimizer = build_for(name, sizes)
+    return torchremat.Planner(model, partial(loss_of, rows), optimizer=optimizer)
 
 
 def smallest_plan(planner: torchremat.Planner) -> torchremat.Plan:
@@ -185,16 +212,18 @@ def row_of(run: Run, plain: Run) -> Row:
 def train_and_measure(sizes: Sizes, progress: Progress) -> list[Run]:
     """The finished runs, the plain one first."""
     batches = draw_batches(read_text(), sizes)
-    task = progress.add_task("profile and plan", total=2 + len(SHARES))
-    model, optimizer = build(sizes)
-    planner = torchremat.Planner(model, partial(loss_of, batches[0]), optimizer=optimizer)
+    task = progress.add_task("profile and plan", total=2 + len(SHARES) + len(LOWERED))
+    planner = planner_for("plain", batches[0], sizes)
     progress.advance(task)
     plans: dict[str, torchremat.Plan | None] = {"plain": None}
     for share in SHARES:
         plans[share] = planner.plan(share)
         progress.advance(task)
-    plans["smallest"] = smallest_plan(planner)
+    plans[SMALLEST] = smallest_plan(planner)
     progress.advance(task)
+    for name in LOWERED:
+        plans[name] = smallest_plan(planner_for(name, batches[0], sizes))
+        progress.advance(task)
 
     runs = [make_run(name, plan, sizes) for name, plan in plans.items()]
     task = progress.add_task("train", total=len(batches) * len(runs))
@@ -217,7 +246,7 @@ def demonstrate(sizes: Sizes, out: Path, console: Console, *, judge_time: bool =
 
     out.mkdir(parents=True, exist_ok=True)
     for run in planned:
-        run.plan.save(out / f"plan-{run.name.rstrip('%')}.json")
+        run.plan.save(out / f"plan-{run.name.rstrip('%').replace(' ', '-')}.json")
     budgets = {run.name: run.plan.budget_bytes for run in planned}
     plot_measurements({run.name: run.measured for run in runs}, out / "memory.png", budgets=budgets)
     title = (
@@ -226,9 +255,9 @@ def demonstrate(sizes: Sizes, out: Path, console: Console, *, judge_time: bool =
     )
     console.print(comparison([row_of(run, plain) for run in runs], title=title, remarks="losses and\nparameters"))
     found = [f"{run.name}: {text}" for run in planned for text in [*peak_problems(run), *bit_problems(run, plain)]]
-    slowest = planned[-1]
+    smallest = next(run for run in planned if run.name == SMALLEST)
     if judge_time:
-        found += [f"{slowest.name}: {text}" for text in time_problems(slowest, plain)]
+        found += [f"{smallest.name}: {text}" for text in time_problems(smallest, plain)]
     return found
 
 

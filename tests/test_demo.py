@@ -10,7 +10,7 @@ import pytest
 import demo
 import torchremat
 
-NAMES = ["plan-30.json", "plan-50.json", "plan-75.json", "plan-smallest.json"]
+NAMES = [f"plan-{name}.json" for name in (30, 50, 75, "on-disk", "released", "smallest")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -465,11 +465,11 @@ def test_a_process_that_is_killed_in_a_step_leaves_its_checkpoint_and_nothing_el
 def test_refusals():
     model = net()
     optimizer = adamw(model)
-    with pytest.raises(UnsupportedError, match="store=Host: an object with a method `put`"):
+    with pytest.raises(UnsupportedError, match="store=Host: expected an object with a method `put`"):
         offload_optimizer(optimizer, Host)
     with pytest.raises(UnsupportedError, match="ByTheNormOfAll: its step on all parameters"):
         offload_optimizer(ByTheNormOfAll(model.parameters()), Host())
-    with pytest.raises(UnsupportedError, match=r"optimizer: a torch.optim.Optimizer is needed, got Linear"):
+    with pytest.raises(UnsupportedError, match=r"optimizer: expected a torch.optim.Optimizer, got Linear"):
         offload_optimizer(nn.Linear(1, 1), Host())
     offload_optimizer(optimizer, Host())
     with pytest.raises(UnsupportedError, match=r"is in Host\(\) already"):

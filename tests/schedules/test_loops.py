@@ -120,7 +120,7 @@ def test_budgets_below_one_step():
 def test_what_no_schedule_is():
     with pytest.raises(ScheduleError, match="slots=0 must be at least 1"):
         LoopSchedule(steps=3, slots=0)
-    with pytest.raises(ScheduleError, match="with a store two are needed"):
+    with pytest.raises(ScheduleError, match="a store needs two slots"):
         LoopSchedule(steps=3, slots=1, period=2)
     with pytest.raises(ScheduleError, match="length of the loop is not known"):
         LoopSchedule(steps=None, slots=2).borders()

@@ -108,7 +108,7 @@ class Forward:
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.
 
-        A body that draws from a generator that nobody registered is found so. Kernels of other devices than the CPU may
+        This finds a body that draws from a generator which is not registered. Kernels of other devices than the CPU may
         add in another order each time.
         """
         if settings.check != "metadata" or self.is_transformed or any(one.device.type != "cpu" for one in tensors):

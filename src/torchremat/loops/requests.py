@@ -38,7 +38,7 @@ class LoopRequest:
         for name in ("length", "max_length", "slots"):
             value: object = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UnsupportedError(f"loop: {name}={value!r}; an int of at least 1 is needed.")
+                raise UnsupportedError(f"loop: {name}={value!r}: expected an int of at least 1.")
         if (self.slots is None) == (self.budget is None):
             raise UnsupportedError("loop: pass either slots=, a number of carries, or budget=, bytes.")
         if self.budget is not None:
@@ -50,9 +50,9 @@ class LoopRequest:
         if self.stores and self.condition is not None:
             raise UnsupportedError("loop: stores= need a length that is known; a condition= has none.")
         if self.stores and self.slots == 1:
-            raise UnsupportedError("loop: with stores= two slots are needed, one of them for a carry that is back.")
+            raise UnsupportedError("loop: stores= needs at least two slots, one of them for a carry that is back.")
         if not self.transfer_steps >= 0:
-            raise UnsupportedError(f"loop: transfer_steps={self.transfer_steps!r}; a number of steps is needed.")
+            raise UnsupportedError(f"loop: transfer_steps={self.transfer_steps!r}: expected a number of steps.")
 
     @property
     def budget_bytes(self) -> int:
@@ -79,12 +79,12 @@ class LoopRequest:
                 raise UnsupportedError("loop: xs and condition= contradict each other; xs has a length.")
             return None
         if slices is None and self.length is None:
-            raise UnsupportedError("loop: without xs, length= or condition= is needed.")
+            raise UnsupportedError("loop: pass xs, length= or condition=.")
         if slices is not None and self.length is not None and slices != self.length:
             raise UnsupportedError(f"loop: length={self.length}, but xs has {slices} slices.")
         steps = slices if slices is not None else self.length
         if steps == 0:
-            raise UnsupportedError("loop: xs has no slice, so that the form of the outputs is not known; 1 is needed.")
+            raise UnsupportedError("loop: xs has no slice, so the form of the outputs is not known. Pass at least one.")
         return steps
 
     def goes_on(self, index: int, steps: int | None, carry: object) -> bool:

@@ -34,7 +34,7 @@ class Keeping(Observer):
             slot.put(_FORWARD, None, tensor if tensor.is_leaf else own.detached(tensor))
 
     def ended(self, region: Recomputable, call: int, output: object) -> None:
-        """Let them stay, and let go of those of the step before."""
+        """Let them stay, and drop the ones of the step before."""
         own = cast("Region", region)
         own.waiting.stays_for = _FORWARD
         self._region = ref(own)

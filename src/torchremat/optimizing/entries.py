@@ -1,12 +1,12 @@
 """The state of one parameter, of which a store has the tensors.
 
 NOTE [ State that is not in memory ]
-`optimizer.state[parameter]` is a dict, whoever wrote the optimizer. It becomes a dict that brings a tensor back when it
+`optimizer.state[parameter]` is a dict, in every optimizer. It becomes a dict that brings a tensor back when it
 is asked for it, so any code that reads the state finds all of it: the optimizer, a trainer, `copy.deepcopy`. What has
 been read is in memory again, until the parameter has made its next step.
 
 A tensor that other code holds (an entry of a `state_dict`, a view) stays: its memory would not become free, and what
-that code writes to it would be lost. So whoever holds a part of the state sees it change, as without a store.
+that code writes to it would be lost. So code that holds a part of the state sees it change, as without a store.
 """
 
 from __future__ import annotations

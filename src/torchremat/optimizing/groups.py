@@ -3,7 +3,7 @@
 NOTE [ A part of a step ]
 `step()` of an optimizer loops over `param_groups`, and over the parameters of each. A part of it is the same method,
 called while `param_groups` has only some of the parameters. So optimizer, options and state stay the user's own, and
-the arithmetic is that of the class, whoever wrote it.
+the arithmetic is that of the optimizer's class, of torch or not.
 
 Some classes count their steps in the options of a group (`group["k"] += 1`). So each part begins with the options that
 the whole step began with, and each part of a group has to leave the same options behind.

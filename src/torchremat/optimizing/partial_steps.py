@@ -85,7 +85,7 @@ class PartialSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+            raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         check_separable(optimizer)
         self.release: Releasing | None = None
         self.mover: StateMover | None = None

@@ -282,7 +282,7 @@ def release_gradients(
     """
     check_flags(accumulates=accumulates)
     if clip_value is not None and not clip_value > 0:
-        raise UnsupportedError(f"clip_value={clip_value!r}: a number above 0 is needed.")
+        raise UnsupportedError(f"clip_value={clip_value!r}: expected a number above 0.")
     if any(map(is_data_parallel, model.modules())):
         raise UnsupportedError(
             "release_gradients: the model is a DistributedDataParallel. It reduces gradients in buckets, after this "

@@ -113,7 +113,7 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 10
     """
     if isinstance(store, type) or not callable(getattr(store, "put", None)):
         found = store.__name__ if isinstance(store, type) else repr(store)
-        raise UnsupportedError(f"store={found}: an object with a method `put` is needed, such as torchremat.Host().")
+        raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")
     steps = partial_steps(optimizer)
     if steps.mover is not None:
         raise UnsupportedError(

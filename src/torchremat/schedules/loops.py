@@ -59,7 +59,7 @@ class LoopSchedule:
             if value is not None and value < 1:
                 raise ScheduleError(f"{name}={value} must be at least 1")
         if self.slots < 2 and self.period is not None:
-            raise ScheduleError("slots=1: with a store two are needed, one for the carry that is back from it")
+            raise ScheduleError("slots=1: a store needs two slots, one for the carry that is back from it")
 
     @property
     def saved_bytes(self) -> int | None:
