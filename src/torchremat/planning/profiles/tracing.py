@@ -159,8 +159,9 @@ class _Tracer:
         if hooks is None or hooks[0] is not self.hook:
             raise UnsupportedError(
                 f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or runs a "
-                "`torchremat.loop`, or something like `save_on_cpu` is active. What it saves there is out of a plan's reach; switch that off (in "
-                "transformers: `gradient_checkpointing_disable()`), the plan decides what is recomputed."
+                "`torchremat.loop`, or something like `save_on_cpu` is active. What it saves there is out of a plan's "
+                "reach; switch that off (in transformers: `gradient_checkpointing_disable()`), the plan decides what "
+                "is recomputed."
             )
         tensors: list[Tensor] = []
         objects: list[object] = []
