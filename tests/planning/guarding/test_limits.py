@@ -45,7 +45,7 @@ print(json.dumps({"differs": differing(state(model, loss), expected), "attempts"
 def test_a_process_without_address_space():
     # Each tensor in pages of its own, so that what is freed leaves the address space.
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    program = [sys.executable, "-c", PROGRAM, "48"]
+    program = [sys.executable, "-c", PROGRAM, "60"]
 
     done = subprocess.run(program, capture_output=True, text=True, timeout=100, env=settings)
 
