@@ -28,6 +28,7 @@ from torchremat.errors import UnsupportedError
 
 # Words of a row, and the most words of which each is weighted by itself.
 _ROW, _SMALL = 256, 4096
+_WEIGHTS = np.arange(1, 2 * _SMALL + 1, 2)
 
 
 def fingerprint(tensor: Tensor, *, by_memory: bool = False) -> Tensor:
@@ -97,7 +98,7 @@ def _ordered(numbers: Any) -> Any:
     if isinstance(numbers, Tensor):
         weights: Any = torch.arange(1, 2 * count + 1, 2, device=numbers.device)
     else:
-        weights = np.arange(1, 2 * count + 1, 2)
+        weights = _WEIGHTS[:count] if count <= _SMALL else np.arange(1, 2 * count + 1, 2)
     return (mixed * weights).sum(0, keepdims=True)
 
 
