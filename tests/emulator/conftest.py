@@ -1,4 +1,4 @@
-"""The tests of the emulated device run on it: in the process of test_building.py, or under the plugin."""
+"""The tests of the emulated device run on it, under the plugin: `make emulated`. Those of its building run anywhere."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ import emulator
 collect_ignore = ["plugin.py"]  # it installs the device as soon as it is imported
 
 HERE = Path(__file__).parent
-ELSEWHERE = "test_building.py"
+ANYWHERE = "test_building.py"
 
 
 def pytest_collection_modifyitems(items):
     if emulator.is_installed():
         return
-    skip = pytest.mark.skip(reason=f"runs on the emulated device, in a process of {ELSEWHERE}")
+    skip = pytest.mark.skip(reason="runs on the emulated device: make emulated")
     for item in items:
-        if item.path.parent == HERE and item.path.name != ELSEWHERE:
+        if item.path.parent == HERE and item.path.name != ANYWHERE:
             item.add_marker(skip)
 
 

@@ -35,7 +35,7 @@ def layers():
 
 STAGES = {
     "operators": lambda: nn.Sequential(*(Gate() for _ in range(3))),
-    "nested": lambda: nn.Sequential(*chain.from_iterable(layers() for _ in range(3))),
+    "nested": lambda: nn.Sequential(*chain.from_iterable(layers() for _ in range(4))),
 }
 
 
@@ -99,6 +99,6 @@ def test_every_tree(name):
     assert differences == {(0, 0)}
     assert is_within
     trees = [share.candidate.tree for share in found]
-    assert len(trees) > 15
+    assert len(trees) > 20
     assert any(isinstance(node, KeepNode) and node.option for tree in trees for node in tree) == (name == "operators")
     assert (max(map(depth, trees)) > 2) == (name == "nested")
