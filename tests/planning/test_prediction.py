@@ -56,12 +56,16 @@ MODELS = {
     "unet": lambda: models.unet_step(batch=1, size=32),
     "resnet": lambda: models.resnet_step(batch=8, size=16, width=8),
     "vit": lambda: zoo.vit(blocks=2, width=64),
+    "vit dropout": lambda: zoo.vit(blocks=2, width=64, dropout=0.1),
     "gpt2": lambda: zoo.gpt2(blocks=2, width=64, use_cache=False),
     "gpt2 with a cache": lambda: zoo.gpt2(blocks=2, width=64, use_cache=True),
     "llama": lambda: zoo.llama(blocks=2, width=64),
+    "llama dropout": lambda: zoo.llama(blocks=2, width=64, dropout=0.1),
     "t5": lambda: zoo.t5(blocks=2, width=64),
     "t5 dropout": lambda: zoo.t5(blocks=2, width=64, dropout=0.1),
     "bert": lambda: zoo.bert(blocks=2, width=64),
+    "bert dropout": lambda: zoo.bert(blocks=2, width=64, dropout=0.1),
+    "gpt2 dropout": lambda: zoo.gpt2(blocks=2, width=64, use_cache=False, dropout=0.1),
 }
 
 
