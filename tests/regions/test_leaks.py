@@ -299,14 +299,14 @@ def test_forty_steps_leave_nothing_behind(step, without_collector):
     assert state() == before
 
 
-def test_hundreds_of_steps_of_all_kinds_leave_nothing_behind(without_collector):
+def test_a_thousand_steps_of_all_kinds_leave_nothing_behind(without_collector):
     machine = Machine()
     for step in [*STEPS, *STEPS]:  # see above
         run(step, machine)
         machine.fails_in = 0
     objects = alive()
 
-    for number in range(400):
+    for number in range(1000):
         step = STEPS[number % len(STEPS)]
         assert run(step, machine) == (step in RAISING)
         machine.fails_in = 0
