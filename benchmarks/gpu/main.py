@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 # Seconds after which a section is stopped; what it has found by then stays.
-SECTIONS = {"facts": 180, "tests": 240, "suites": 220, "regions": 120, "frontier": 480, "offload": 240}
+SECTIONS = {"facts": 180, "tests": 240, "suites": 220, "regions": 120, "plans": 150, "frontier": 480, "offload": 240}
 
 # Runs a section on the device of tests/emulator, which has to be there before torch is imported.
 _EMULATED = (
@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("--emulated", action="store_true", help="on the emulated device, with tiny sizes")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT / folder) for folder in ("src", "tests", "examples", "benchmarks", "benchmarks/gpu")]
+    # Python finds this folder by the section's path; as one of all paths, its files would hide tests of their names.
+    folders = ("src", "tests", "examples", "benchmarks", *(["benchmarks/gpu"] if arguments.emulated else []))
+    paths = [str(ROOT / folder) for folder in folders]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     for section in arguments.sections or SECTIONS:
         path = arguments.out / f"{section}.json"

@@ -14,7 +14,7 @@ def main() -> None:
         for path in sorted(suite.ROOT.glob("tests/**/test_*.py"))
         if "mark.gpu" in path.read_text()
     ]
-    suite.run(Path(sys.argv[1]), "-m", "gpu", *marked, seconds=230, processes=4)
+    suite.run(Path(sys.argv[1]), "-m", "gpu", *marked, seconds=170, processes=8)
 
 
 if __name__ == "__main__":

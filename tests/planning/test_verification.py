@@ -135,6 +135,50 @@ def test_a_plan_is_not_called_unequal_for_what_two_plain_steps_differ_by():
     assert str(report).splitlines()[0].startswith("exact      equal within the difference of two plain steps")
 
 
+class AtomicUnlessAsked(Atomic):
+    """Adds in one order where torch is asked for deterministic kernels."""
+
+    def forward(self, x):
+        return self.inner(x) if torch.are_deterministic_algorithms_enabled() else super().forward(x)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_where_two_plain_steps_differ_deterministic_kernels_decide(changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(AtomicUnlessAsked(block()), OtherInBackward() if changes else block(), block())
+    x = inputs()
+    wrap(model, "1")
+    environment = dict(os.environ)
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.is_exact is not changes
+    assert report.is_deterministic
+    assert report.noise
+    assert bool(report.differences) is changes
+    assert "with deterministic kernels; without them, two plain steps differ" in str(report).splitlines()[0]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert dict(os.environ) == environment
+
+
+def test_where_a_kernel_has_no_deterministic_form_the_noise_decides():
+    class Put(Atomic):
+        def forward(self, x):
+            torch.zeros(4).put_(torch.tensor([0]), torch.tensor([1.0]))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Put(block()), block(), block())
+    x = inputs()
+    wrap(model, "1")
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.is_exact is None
+    assert not report.is_deterministic
+    assert report.noise
+
+
 class OtherInBackward(nn.Module):
     """Is another function where a backward runs, and so in a recompute."""
 

@@ -5,12 +5,14 @@ said to be needed, else by the image of its split. First and second derivatives 
 """
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from torchremat._compat.flags import deterministic_kernels
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
 
@@ -281,9 +283,14 @@ def test_derivatives_do_not_notice_on_a_device(node, function, shape):
         for dtype in FLOATS:
             x = layout(values(shape, dtype, nans=True).cuda())
 
-            plain, *others = (derivatives(function, x, swaps=False, twice=node not in ONCE_ONLY)[0] for _ in range(5))
-            swapped, _ = derivatives(function, x, swaps=True, twice=node not in ONCE_ONLY)
+            run = partial(derivatives, function, x, twice=node not in ONCE_ONLY)
 
-            # Some kernels add in whatever order the device comes to: then two plain runs differ by rounding as well.
-            is_exact = all(all(map(same, plain, other)) for other in others)
-            assert all(map(same if is_exact else close, plain, swapped)) and len(plain) == len(swapped)
+            try:
+                with deterministic_kernels():
+                    plain, swapped, alike = run(swaps=False)[0], run(swaps=True)[0], same
+            except RuntimeError as error:
+                if "does not have a deterministic implementation" not in str(error):
+                    raise
+                # Two plain runs differ by rounding as well.
+                plain, swapped, alike = run(swaps=False)[0], run(swaps=True)[0], close
+            assert all(map(alike, plain, swapped)) and len(plain) == len(swapped)

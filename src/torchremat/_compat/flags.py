@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -11,6 +13,9 @@ import torch
 from torchremat._compat.binding import private
 
 _AMBIENT = "restoring what surrounds a recompute"
+
+# torch calls products of cuBLAS deterministic with one of two values of this variable, which it reads at each product.
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class _GlobalState(Protocol):
@@ -130,3 +135,23 @@ def _old_precision() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set in the new way, for which no word of the old way exists
         return None
+
+
+@contextmanager
+def deterministic_kernels(*, warn_only: bool = False) -> Generator[None]:
+    """Let torch run deterministic kernels in a block.
+
+    Args:
+        warn_only: Whether torch warns of a kernel that is not deterministic, and runs it, rather than raise a
+            RuntimeError. Attention on CUDA stays as it is then.
+    """
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(_CUBLAS)
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
+        if workspace is None:
+            del os.environ[_CUBLAS]

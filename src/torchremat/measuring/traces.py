@@ -107,6 +107,11 @@ class AllocationTrace:
 class AllocationRecorder(Protocol):
     """Takes marks while a block runs, and has the `trace` afterwards; of this machine, or simulated."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device whose allocations are recorded; the CPU for a simulated one."""
+        ...
+
     def mark(self, label: str) -> int:
         """Mark the current time and return the mark's id: 0, 1, 2, ...; from any thread."""
         ...

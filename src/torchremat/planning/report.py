@@ -16,10 +16,13 @@ class Report:
 
     Attributes:
         is_exact: Whether loss, gradients and buffers are equal bit for bit; None if undecidable: the plain step does
-            not fit, or two plain steps differ and the step with the regions differs by no more.
+            not fit, or two plain steps differ, deterministic kernels do not help, and the step with the regions differs
+            by no more.
         differences: The differing tensors, by name, with the largest difference. If two plain steps differ, only
             tensors that differ by more than these.
         noise: The difference of two plain steps, by name; measured only if something differs.
+        is_deterministic: Whether the compared steps ran with torch's deterministic kernels, since two plain steps
+            differ without them.
         peak_bytes: Measured peak of forward and backward with the regions, in absolute bytes.
         plain_peak_bytes: The same without them; None if that step does not fit.
         predicted_bytes: The applied plan's prediction for it; None without a plan.
@@ -43,6 +46,7 @@ class Report:
     is_exact: bool | None
     differences: tuple[str, ...]
     noise: tuple[str, ...]
+    is_deterministic: bool
     peak_bytes: int
     plain_peak_bytes: int | None
     predicted_bytes: int | None
@@ -75,7 +79,8 @@ class Report:
             else "not compared, the plain step does not fit",
         }
         told = self.differences if self.differences else self.noise
-        rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in told[:10])]
+        kernels = ", with deterministic kernels; without them, two plain steps differ" if self.is_deterministic else ""
+        rows = [f"exact      {exact[self.is_exact]}{kernels}", *(f"           {line}" for line in told[:10])]
         if self.differences and self.noise:
             rows += ["           between two plain steps"] + [f"           {line}" for line in self.noise[:10]]
         if self.plain_peak_bytes is not None:

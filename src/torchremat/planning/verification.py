@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
-from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
+from torchremat.planning.outcomes import NOISE_RUNS, Comparison, Outcome, differing, explained, outcome_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
@@ -33,13 +30,6 @@ from torchremat.tensors.sizes import format_bytes
 _TIMED_RUNS = 3
 # The steps of `verify`: for results, bytes and seconds, each with the regions and without; and one for flops.
 _STEPS = 2 * (2 + _TIMED_RUNS) + 1
-# How often two plain steps are compared to find their difference, and the factor on it that the step with the regions
-# may reach: the largest of a few differences is not the largest possible.
-_NOISE_RUNS = 3
-_NOISE_SHARE = 4.0
-# A difference of two plain steps counts as rounding up to this share of the largest number in them. A step that differs
-# by more is not repeatable.
-_ROUNDING_SHARE = 0.01
 
 N = TypeVar("N", int, float)
 
@@ -70,7 +60,11 @@ def verify(
         UnsupportedError: The device does not exist, a profiler is active, or the optimizer cannot step on its own.
     """
     with shown(checked(progress) if progress else progress) as observer:
-        return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device, observer or None)))
+        peers, steps = peers_of(model), _Steps(observer or None)
+        ran = peers.each(lambda: _run_both(model, step, optimizer, device, steps))
+        # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
+        is_unclear = any(peers.all(lambda: bool(ran.differences)))
+        return _agreed(peers.all(lambda: ran.report(model, steps, is_unclear=is_unclear)))
 
 
 def _agreed(told: list[Report]) -> Report:
@@ -87,6 +81,7 @@ def _agreed(told: list[Report]) -> Report:
     return replace(
         told[0],
         is_exact=False if False in exact else None if None in exact else True,
+        is_deterministic=any(one.is_deterministic for one in told),
         differences=tuple(different),
         noise=tuple(line for one in told for line in one.noise),
         peak_bytes=max(one.peak_bytes for one in told),
@@ -130,20 +125,19 @@ class _Steps:
             self._observer(Progress(phase="verifying", share=min(1.0, self.count / _STEPS), slowdown=None))
 
 
-def _verified(
+def _run_both(
     model: nn.Module,
     step: Step,
     optimizer: torch.optim.Optimizer | None,
     device: torch.device | str | None,
-    observer: Observer | None,
-) -> Report:
-    steps = _Steps(observer)
+    steps: _Steps,
+) -> _BothRun:
     subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
     accelerator_of(place).warm(place)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
-    with_regions = _run(subject, place, state_bytes)
+    ours = _run(subject, place, state_bytes)
     steps.ran(2)
     try:
         with bare(model):
@@ -154,37 +148,66 @@ def _verified(
             raise
         plain = None
     seconds, plain_seconds = _seconds(subject, model, place, steps, plain_fits=plain is not None)
-    differences = {} if plain is None else _differences(with_regions.outcome, plain.outcome)
-    noise = _noise(subject, model, plain.outcome) if plain is not None and differences else {}
-    steps.ran(_NOISE_RUNS if noise else 0)
     recomputed_flops = run_counted(subject, place).recomputed_flops
     steps.ran()
-    beyond = {} if plain is None else _beyond(differences, noise, plain.outcome)
-    return Report(
-        is_exact=None if plain is None or (differences and not beyond) else not differences,
-        differences=tuple(_told(beyond)),
-        noise=tuple(_told(noise)),
-        peak_bytes=with_regions.peak_bytes,
-        plain_peak_bytes=None if plain is None else plain.peak_bytes,
-        predicted_bytes=_predicted(model, with_regions.before_bytes),
-        kept_bytes=with_regions.kept_bytes,
-        plain_kept_bytes=None if plain is None else plain.kept_bytes,
+    return _BothRun(
+        subject=subject,
+        ours=ours,
+        plain=plain,
+        differences={} if plain is None else differing(ours.outcome, plain.outcome),
         seconds=seconds,
         plain_seconds=plain_seconds,
         recomputed_flops=recomputed_flops,
         regions=regions,
-        no_effect=_why_not(model, with_regions, plain, regions),
-        resident_bytes=with_regions.resident_bytes,
-        slack_bytes=with_regions.slack_bytes,
-        took_seconds=steps.seconds,
-        steps=steps.count,
-        predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
+class _BothRun:
+    """The step with the regions and without them; `plain` is None if that does not fit."""
+
+    subject: Subject
+    ours: _VerifiedRun
+    plain: _VerifiedRun | None
+    differences: dict[str, float]
+    seconds: float
+    plain_seconds: float | None
+    recomputed_flops: int
+    regions: int
+
+    def report(self, model: nn.Module, steps: _Steps, *, is_unclear: bool) -> Report:
+        """Return the report; runs more steps if the results of some process differ."""
+        ours, plain = self.ours, self.plain
+        found = Comparison(is_exact=None if plain is None else True)
+        if plain is not None and is_unclear:
+            found = explained(self.subject, model, plain.outcome, self.differences)
+            steps.ran(NOISE_RUNS)
+        return Report(
+            is_exact=found.is_exact,
+            differences=found.differences,
+            noise=found.noise,
+            is_deterministic=found.is_deterministic,
+            peak_bytes=ours.peak_bytes,
+            plain_peak_bytes=None if plain is None else plain.peak_bytes,
+            predicted_bytes=_predicted(model, ours.before_bytes),
+            kept_bytes=ours.kept_bytes,
+            plain_kept_bytes=None if plain is None else plain.kept_bytes,
+            seconds=self.seconds,
+            plain_seconds=self.plain_seconds,
+            recomputed_flops=self.recomputed_flops,
+            regions=self.regions,
+            no_effect=_why_not(model, ours, plain, self.regions),
+            resident_bytes=ours.resident_bytes,
+            slack_bytes=ours.slack_bytes,
+            took_seconds=steps.seconds,
+            steps=steps.count,
+            predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _VerifiedRun:
-    outcome: dict[str, Tensor]
+    outcome: Outcome
     before_bytes: int
     peak_bytes: int
     kept_bytes: int
@@ -194,7 +217,7 @@ class _VerifiedRun:
 
 def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedRun:
     """Run the step twice: for its results, then for its bytes, with `state_bytes` of an optimizer added."""
-    outcome = _outcome(subject)
+    outcome = outcome_of(subject)
     with subject.untouched():
         found = subject.before(device)
         before = found.total_bytes + state_bytes
@@ -207,31 +230,6 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
         resident_bytes=found.resident_bytes,
         slack_bytes=traced.slack_bytes,
     )
-
-
-def _outcome(subject: Subject) -> dict[str, Tensor]:
-    """Run the step and return its results, by name."""
-    with subject.untouched(looks=True):
-        loss = subject.forward()
-        run_backward(loss)
-        outcome = {"the loss": loss.detach().clone()}
-        names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
-        leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
-        for place, leaf in enumerate(leaves):
-            if leaf.grad is not None:
-                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = _copied(leaf.grad)
-        for model in subject.models:
-            for name, gradient in unreduced_gradients(model.modules()).items():
-                outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)
-            for name, buffer in model.named_buffers():
-                outcome[f"the buffer `{name}`"] = _copied(buffer)
-    return outcome
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; a dense one of a sparse tensor, since those cannot be compared."""
-    copied = tensor.detach().to("cpu", copy=True)
-    return copied if copied.layout is torch.strided else copied.to_dense()
 
 
 def _seconds(
@@ -248,53 +246,6 @@ def _seconds(
                 plain.append(run_plain(subject, device).seconds)
             steps.ran()
     return statistics.median(ours), statistics.median(plain) if plain else None
-
-
-def _noise(subject: Subject, model: nn.Module, plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return the difference of plain steps from one another."""
-    found: dict[str, float] = {}
-    with bare(model):
-        for _ in range(_NOISE_RUNS):
-            for name, far in _differences(_outcome(subject), plain).items():
-                found[name] = max(far, found.get(name, 0.0))
-    return found
-
-
-def _beyond(differences: dict[str, float], noise: dict[str, float], plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return the differences that exceed the noise of nondeterministic kernels."""
-    found: dict[str, float] = {}
-    for name, far in differences.items():
-        rounding = noise.get(name, 0.0)
-        largest = plain[name].abs().max().item() if name in plain and plain[name].numel() else 0.0
-        if rounding > _ROUNDING_SHARE * largest or far > _NOISE_SHARE * rounding:
-            found[name] = far
-    return found
-
-
-def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
-    """Return the differences of the results of two steps, by name; `inf` for a result that only one of them has."""
-    found: dict[str, float] = {}
-    for name, expected in plain.items():
-        own = ours.get(name)
-        if own is None or own.shape != expected.shape or own.dtype != expected.dtype:
-            found[name] = math.inf
-        elif not torch.equal(own, expected) and not _equal_with_nan(own, expected):
-            wide = torch.complex128 if expected.is_complex() else torch.float64
-            far = (own.to(wide) - expected.to(wide)).abs().max().item()
-            found[name] = math.inf if math.isnan(far) else far
-    return found | {name: math.inf for name in ours if name not in plain}
-
-
-def _told(differences: dict[str, float]) -> Generator[str]:
-    for name, far in differences.items():
-        if math.isinf(far):
-            yield f"{name} is missing in one of the two, is not finite in one, or has another shape"
-        else:
-            yield f"{name} differs by up to {far:.3g}"
-
-
-def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
-    return bool(torch.all((found == expected) | ((found != found) & (expected != expected))))
 
 
 def _predicted(model: nn.Module, before_bytes: int) -> int | None:

@@ -32,6 +32,7 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
     """
     # Only the generators are restored: a copy has its own parameters and buffers.
     with untouched(None), heap_set_aside(), torch.inference_mode(False), torch.enable_grad():
+        accelerator_of(device).warm(device)
         idle_s = _idle_seconds(device)
         until = time.perf_counter() + timeout
 

@@ -162,6 +162,9 @@ def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
 #      memory of `x`, and the allocator does report a file that torch maps.
 #   2. When it is first seen, its address is in no block that was allocated since the recording began.
 #
+# Memory of another device is not the recorded allocator's either: attention on CUDA saves its seed and its offset as
+# two tensors of 8 bytes each on the CPU.
+#
 # Both also hold for such a storage from before, like a batch that was made from an array. It lives all the time, and
 # counts at all program points of a step or at none. Other storages from before are counted, since on CUDA their frees
 # are.
@@ -263,9 +266,13 @@ class OperatorTracer(EagerMode):
         )
         self._storages[memory] = _SeenStorage(number, value)
         # On a simulated device a real tensor has no address, and stands for memory of the device.
-        if self.trace.values[value].pointer > 0 and not memory.resizable():
+        if self.trace.values[value].pointer > 0 and (not memory.resizable() or self._is_elsewhere(memory)):
             self._strangers.append((value, self.mark()))
         return value
+
+    def _is_elsewhere(self, memory: UntypedStorage) -> bool:
+        """Return whether a storage is on another device than the recorded one."""
+        return self._recorder is not None and memory.device != self._recorder.device
 
     def _pointer_of(self, memory: UntypedStorage) -> int:
         """Return the address of a storage among the allocations; 0 if none are recorded."""

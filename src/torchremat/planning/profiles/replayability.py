@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.flags import deterministic_kernels
 from torchremat.errors import CheckpointError, MutationError, RepeatWarning, UnsupportedError, warn
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
@@ -226,11 +227,6 @@ def _deterministic(model: nn.Module) -> Generator[Sequence[warnings.WarningMessa
     if has_compiled(model):
         yield ()
         return
-    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, deterministic_kernels(warn_only=True):
         warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield warned
-        finally:
-            torch.use_deterministic_algorithms(was, warn_only=warns)
+        yield warned
