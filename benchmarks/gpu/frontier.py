@@ -37,9 +37,9 @@ _SAVED = {
 }
 
 
-def gpt() -> tuple[nn.Module, list[nn.Module], Step]:
+def gpt(width: int = WIDTH) -> tuple[nn.Module, list[nn.Module], Step]:
     torch.manual_seed(0)
-    model = GPT(context=CONTEXT, blocks=BLOCKS, width=WIDTH, heads=WIDTH // 32 if IS_SMALL else 16).to(DEVICE)
+    model = GPT(context=CONTEXT, blocks=BLOCKS, width=width, heads=width // 32 if IS_SMALL else 16).to(DEVICE)
     tokens = torch.randint(model.embed.num_embeddings, (BATCH, CONTEXT + 1), device=DEVICE)
 
     def step(model: nn.Module) -> Tensor:
@@ -77,24 +77,36 @@ def _wrapped(blocks: list[nn.Module], **options: object) -> Callable[[], None]:
     return undo
 
 
-def taken(model: nn.Module, step: Step) -> tuple[float, dict[str, int]]:
-    """Milliseconds by the device's events, and bytes by its counters, of one step with gradients there."""
+def _in_regions(model: nn.Module, blocks: list[nn.Module]) -> Callable[[], None]:
+    """Make each block a region; return what undoes it."""
+    torchremat.wrap(model, lambda _, module: module in blocks)
+    return lambda: torchremat.unwrap(model)
+
+
+def taken(model: nn.Module, step: Step) -> tuple[float, float, dict[str, int]]:
+    """Milliseconds of the device and of the host, and bytes by its counters, of a step with gradients there."""
     for one in model.parameters():
         one.grad = torch.zeros_like(one) if one.grad is None else one.grad.zero_()
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_s = time.perf_counter()
     begins.record()
     step(model).backward()
     ends.record()
+    host_s = time.perf_counter() - start_s
     torch.cuda.synchronize()
     counted = torch.cuda.memory_stats()
-    return begins.elapsed_time(ends), {
-        "allocated": counted["allocated_bytes.all.peak"],
-        "requested": counted["requested_bytes.all.peak"],
-        "reserved": counted["reserved_bytes.all.peak"],
-    }
+    return (
+        begins.elapsed_time(ends),
+        1e3 * host_s,
+        {
+            "allocated": counted["allocated_bytes.all.peak"],
+            "requested": counted["requested_bytes.all.peak"],
+            "reserved": counted["reserved_bytes.all.peak"],
+        },
+    )
 
 
 def compared(make: Callable[[], tuple[nn.Module, list[nn.Module], Step]]) -> object:
@@ -108,12 +120,14 @@ def compared(make: Callable[[], tuple[nn.Module, list[nn.Module], Step]]) -> obj
     for name, apply in by_hand.items():
         undo = apply()
         for _ in range(2):
-            budgets[name] = taken(model, step)[1]["allocated"]
+            budgets[name] = taken(model, step)[2]["allocated"]
         undo()
+    del budgets["plain"]  # what a plan does there is nothing, or little for the workspace of a recompute
     start_s = time.perf_counter()
     planner = torchremat.Planner(model, step)
     profiled_s = time.perf_counter() - start_s
     ways, plans, seconds = dict(by_hand), {}, {}
+    ways["per block, our regions"] = lambda: _in_regions(model, blocks)
     for name, budget in budgets.items():
         start_s = time.perf_counter()
         try:
@@ -128,25 +142,38 @@ def compared(make: Callable[[], tuple[nn.Module, list[nn.Module], Step]]) -> obj
             return lambda: plan.remove(model)
 
         ways[f"ours at {name}"] = applied
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
     peaks: dict[str, dict[str, int]] = {}
     for turn in range(ROUNDS + 1):
         for name, apply in ways.items():
             undo = apply()
-            took_ms, peaks[name] = taken(model, step)
+            *took_ms, peaks[name] = taken(model, step)
             undo()
             if turn:
                 times[name].append(took_ms)
     verified = {}
-    for name, plan in plans.items():
+    for name in plans.keys() & {"per block"}:
+        plan = plans[name]
         plan.apply(model)
         report = torchremat.verify(model, step)
         plan.remove(model)
-        verified[name] = {"exact": report.is_exact, "noise": report.noise[:3], "differences": report.differences[:3]}
+        verified[name] = {
+            "exact": report.is_exact,
+            "deterministic": report.is_deterministic,
+            "noise": report.noise[:3],
+            "differences": report.differences[:3],
+        }
     return {
-        "milliseconds": {name: round(statistics.median(each), 3) for name, each in times.items()},
+        "milliseconds of the device, of the host": {
+            name: [round(statistics.median(one), 3) for one in zip(*each, strict=True)] for name, each in times.items()
+        },
         "bytes": peaks,
         "predicted": {name: plan.peak_bytes for name, plan in plans.items()},
+        "predicted milliseconds": {
+            name: [round(1e3 * one, 3) for one in (plan.plain_seconds, plan.recompute_seconds)]
+            for name, plan in plans.items()
+        },
+        "plans": {name: str(plan)[:3000] for name, plan in plans.items()},
         "over budget": {name: peaks[f"ours at {name}"]["allocated"] - budgets[name] for name in plans},
         "before": {name: dict(plan.before_bytes) for name, plan in plans.items()},
         "verified": verified,
@@ -156,4 +183,6 @@ def compared(make: Callable[[], tuple[nn.Module, list[nn.Module], Step]]) -> obj
 
 
 if __name__ == "__main__":
-    section(gpt=lambda: compared(gpt), llama=lambda: compared(llama_like))
+    section(
+        gpt=lambda: compared(gpt), wide=lambda: compared(lambda: gpt(2 * WIDTH)), llama=lambda: compared(llama_like)
+    )
