@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
+import time
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -378,3 +381,20 @@ def test_cuda_events_agree_with_cuda_counters():
     assert trace.peak_bytes == torch.cuda.max_memory_allocated() - start
     assert int(trace.live_bytes()[-1]) == torch.cuda.memory_allocated() - start
     assert trace.foreign_freed_bytes == 4096
+
+
+@pytest.mark.gpu
+def test_a_slow_host_takes_no_time_of_the_device(monkeypatch):
+    is_emulated = "emulator" in sys.modules
+    if is_emulated:  # its kernels run at once, so a delay is the host's as well
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: time.sleep(cycles / 2e9))
+    with record_allocations(torch.device("cuda")) as recorder:
+        marks = []
+        for _ in range(6):
+            marks.append(recorder.mark(""))
+            time.sleep(0.03)
+    trace = recorder.trace
+
+    seconds = [trace.seconds_between(first, last) for first, last in pairwise(marks)]
+    assert min(seconds) >= 0
+    assert max(seconds) < (0.045 if is_emulated else 0.01)

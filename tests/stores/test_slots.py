@@ -5,6 +5,7 @@ said to be needed, else by the image of its split. First and second derivatives 
 """
 
 import math
+import warnings
 from functools import partial
 from itertools import product
 
@@ -284,13 +285,11 @@ def test_derivatives_do_not_notice_on_a_device(node, function, shape):
             x = layout(values(shape, dtype, nans=True).cuda())
 
             run = partial(derivatives, function, x, twice=node not in ONCE_ONLY)
+            with warnings.catch_warnings(record=True) as warned, deterministic_kernels(warn_only=True):
+                warnings.simplefilter("always")
+                plain, *others = (run(swaps=False)[0] for _ in range(5))
+                swapped = run(swaps=True)[0]
 
-            try:
-                with deterministic_kernels():
-                    plain, swapped, alike = run(swaps=False)[0], run(swaps=True)[0], same
-            except RuntimeError as error:
-                if "does not have a deterministic implementation" not in str(error):
-                    raise
-                # Two plain runs differ by rounding as well.
-                plain, swapped, alike = run(swaps=False)[0], run(swaps=True)[0], close
+            # Two plain runs of some kernels differ by rounding, and torch does not warn of all of them.
+            alike = close if warned or not all(all(map(same, plain, other)) for other in others) else same
             assert all(map(alike, plain, swapped)) and len(plain) == len(swapped)

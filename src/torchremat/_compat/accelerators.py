@@ -36,6 +36,9 @@ class CpuStream:
 
 CPU_STREAM = CpuStream()
 
+# Of a fast device; a slower one is delayed for longer.
+_CYCLES_PER_SECOND = 2e9
+
 Stream = torch.Stream | CpuStream
 
 
@@ -156,6 +159,9 @@ class Accelerator:
         found = self._module().Event(enable_timing=timed)
         found.record(stream)
         return found
+
+    def delay(self, device: torch.device, seconds: float) -> None:
+        """Let the current stream do nothing for about so many seconds; nothing where a device cannot."""
 
     def is_capturing(self) -> bool:
         """Return whether a graph of kernels is being captured on the current stream."""
@@ -290,6 +296,10 @@ class _Cuda(Accelerator):
             position=blocks["allocated"] + blocks["freed"],
         )
 
+    def delay(self, device: torch.device, seconds: float) -> None:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
+
     def reset_peak(self, device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -312,7 +322,7 @@ class _Cuda(Accelerator):
             x = torch.ones(8, 8, device=device, requires_grad=True)
             y = linear(x, x.detach(), x.detach()[0])
             y.register_hook(lambda gradient: linear(gradient, gradient, gradient[0]))
-            y.sum().backward()
+            y.backward(torch.ones_like(y))  # contiguous: an expanded bias is not added by the product
         self.synchronize(device)
 
     def check_no_history(self) -> None:

@@ -118,6 +118,10 @@ class Precisions:
         """Return whether the precisions are unchanged."""
         return [_get_precision(*one) for one in _OPERATIONS] == self._operations
 
+    def are_those_of(self, other: Precisions) -> bool:
+        """Return whether both are the same for each operation."""
+        return self._operations == other._operations
+
     def write(self) -> None:
         """Restore the precisions."""
         # See NOTE [ Precisions that are inherited ]

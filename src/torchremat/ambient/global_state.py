@@ -114,16 +114,16 @@ class AmbientState:
         """The user's function and dispatch modes that act."""
         return [*self._function_modes, *self._modes[1]]
 
-    def are_here(self, *, in_forward: bool = False) -> bool:
-        """Return whether this is the caller's current state, so that nothing has to be restored.
+    def are_here(self) -> bool:
+        """Return whether this is the caller's current state, so that nothing has to be restored."""
+        # Under autocast work always remains: see `_restore_autocast`.
+        return not self.casts and self.are_the_same()
+
+    def are_the_same(self, *, in_forward: bool = False) -> bool:
+        """Return whether no part of it has changed.
 
         Infrastructure modes that were entered since may stay around a recompute, but a forward under them differs.
         """
-        # Under autocast work always remains: see `_restore_autocast`.
-        return not self.casts and self.are_the_same(in_forward=in_forward)
-
-    def are_the_same(self, *, in_forward: bool = False) -> bool:
-        """Return whether no part of it has changed. See `are_here`."""
         if not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
@@ -143,22 +143,28 @@ class AmbientState:
                 _set_autocast(then)
         torch.set_autocast_cache_enabled(self._caches)
         with EXCHANGING:
-            self._restore_others(ExitStack(), locks=False)  # a stack that is never closed
+            self._restore_others(ExitStack(), AmbientState(), locks=False)  # a stack that is never closed
 
-    def restore(self, stack: ExitStack) -> None:
-        """Restore the state until `stack` is closed."""
-        self._restore_autocast(stack)
-        self._restore_others(stack)
+    def restore(self, stack: ExitStack, now: AmbientState | None = None) -> None:
+        """Restore the state until `stack` is closed.
 
-    def _restore_others(self, stack: ExitStack, *, locks: bool = True) -> None:
-        flags = list(zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True))
-        if any(flag.read() != then for flag, then in flags) or not self._precisions.are_here():
+        Args:
+            stack: Puts back what is changed.
+            now: The caller's current state; read if not given.
+        """
+        now = now or ambient_state()
+        self._restore_autocast(stack, now)
+        self._restore_others(stack, now)
+
+    def _restore_others(self, stack: ExitStack, now: AmbientState, *, locks: bool = True) -> None:
+        flags, here = (self._known, self._others), (now._known, now._others)
+        if flags != here or not self._precisions.are_those_of(now._precisions):
             if locks:
                 stack.enter_context(EXCHANGING)
-            for flag, then in flags:
-                now = flag.read()
-                if now != then:
-                    stack.callback(flag.write, now)
+            for flag, then in zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True):
+                found = flag.read()
+                if found != then:
+                    stack.callback(flag.write, found)
                     flag.write(then)
             if not self._precisions.are_here():
                 stack.callback(Precisions().write)
@@ -173,23 +179,21 @@ class AmbientState:
         _exchange(stack, dispatch_modes, self._modes[1], push_dispatch_mode, pop_dispatch_mode)
         _exchange(stack, function_modes, self._function_modes, push_function_mode, pop_function_mode)
 
-    def _restore_autocast(self, stack: ExitStack) -> None:
-        casts = self.casts or any(map(torch.is_autocast_enabled, _DEVICE_TYPES))
-        for then in self._autocast:
-            now = _autocast(then.device_type)
-            if now != then:
-                stack.callback(_set_autocast, now)
+    def _restore_autocast(self, stack: ExitStack, now: AmbientState) -> None:
+        for here, then in zip(now._autocast, self._autocast, strict=True):
+            if here != then:
+                stack.callback(_set_autocast, here)
                 _set_autocast(then)
         caches = self._caches
-        if casts and caches:
+        if caches and (self.casts or now.casts):
             # The cache of casted weights would keep the recompute's casts, and with them its graph, for the next user
             # of autocast. The end of the outermost autocast empties the cache; if that is not ours, the recompute does
             # without the cache.
             depth = torch.autocast_increment_nesting()
             stack.callback(_leave_autocast)
             caches = depth == 1
-        if caches != torch.is_autocast_cache_enabled():
-            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        if caches != now._caches:
+            stack.callback(torch.set_autocast_cache_enabled, now._caches)
             torch.set_autocast_cache_enabled(caches)
 
 
@@ -197,7 +201,7 @@ def ambient_state() -> AmbientState:
     """Return the state that surrounds the caller."""
     # The state hardly ever changes, and comparing is cheaper than reading everything.
     last = _here.last
-    if last is not None and last.are_here(in_forward=True):
+    if last is not None and last.are_the_same(in_forward=True):
         return last
     found = AmbientState()
     _here.last = None if found.has_modes else found  # do not keep a mode alive here after it was left

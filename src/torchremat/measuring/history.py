@@ -39,13 +39,27 @@ from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMar
 # On the CPU the last two are zero.
 
 
+# NOTE [ Seconds of a device ]
+# A watched step needs many times longer to launch an operator than the device needs to run it. So the device would wait
+# for the host, and the time between two marks would be the host's. To prevent that, a mark gives the device a kernel
+# that does nothing for `_DELAY_S` when less than `_LEAD_S` of such work may be left, and the time of these kernels is
+# subtracted. Code that waits for the device ends the host's lead; the next mark sees that on the host's clock.
+_DELAY_S = 0.05
+_LEAD_S = 0.02
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
-    """When a mark was taken: on the host and on the device, and the allocator's count by then."""
+    """When a mark was taken: on the host and on the device, and the allocator's count by then.
+
+    Attributes:
+        resumes: Fires after the delay that began at the mark, if one did.
+    """
 
     label: str
     wall_ns: int
     event: torch.Event
+    resumes: torch.Event | None
     position: int
     allocated_bytes: int
 
@@ -57,6 +71,7 @@ class HistoryRecorder(RecordedBlock):
         super().__init__(device)
         self._accelerator = accelerator_of(device)
         self._moments: dict[int, _Moment] = {}
+        self._busy_until_s = 0.0
         self._start = self._moment("")
 
     def mark(self, label: str) -> int:
@@ -69,8 +84,20 @@ class HistoryRecorder(RecordedBlock):
 
     def _moment(self, label: str) -> _Moment:
         counted = self._accelerator.counters(self.device)
-        event = self._accelerator.event(self._accelerator.current_stream(self.device), timed=True)
-        return _Moment(label, time.time_ns(), event, counted.position, counted.allocated_bytes)
+        wall_ns, event = time.time_ns(), self._event()
+        return _Moment(label, wall_ns, event, self._delayed(), counted.position, counted.allocated_bytes)
+
+    def _event(self) -> torch.Event:
+        return self._accelerator.event(self._accelerator.current_stream(self.device), timed=True)
+
+    def _delayed(self) -> torch.Event | None:
+        """Keep the device behind the host, see NOTE [ Seconds of a device ]; return what fires when it goes on."""
+        now_s = time.perf_counter()
+        if self._busy_until_s > now_s + _LEAD_S:
+            return None
+        self._busy_until_s = max(now_s, self._busy_until_s) + _DELAY_S
+        self._accelerator.delay(self.device, _DELAY_S)
+        return self._event()
 
     def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
         """Build the trace from the allocator's history."""
@@ -104,16 +131,21 @@ class HistoryRecorder(RecordedBlock):
 
 
 class _DeviceClock:
-    """Device times, in nanoseconds: the host's clock at the start plus the device's own time since."""
+    """Device times, in nanoseconds: the host's clock at the start plus the device's own time since, without delays."""
 
     def __init__(self, start: _Moment, moments: Sequence[_Moment]) -> None:
-        self._start = start
         in_order = sorted([start, *moments], key=lambda one: one.wall_ns)
+        self._of: dict[_Moment, int] = {}
+        delayed_ms = 0.0
+        for one in in_order:
+            self._of[one] = start.wall_ns + round(1e6 * (start.event.elapsed_time(one.event) - delayed_ms))
+            if one.resumes is not None:
+                delayed_ms += one.event.elapsed_time(one.resumes)
         self._wall_ns = [one.wall_ns for one in in_order]
-        self._device_ns = np.maximum.accumulate([self.time_ns(one) for one in in_order])
+        self._device_ns = np.maximum.accumulate([self._of[one] for one in in_order])
 
     def time_ns(self, moment: _Moment) -> int:
-        return self._start.wall_ns + round(1e6 * self._start.event.elapsed_time(moment.event))
+        return self._of[moment]
 
     def times_ns(self, wall_ns: Sequence[int]) -> NDArray[np.int64]:
         """Map host times to device times, interpolated between the marks before and after."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import restore
-from torchremat.ambient.global_state import AmbientState
+from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.regions.calls import Call
 from torchremat.regions.threads import thread
@@ -91,7 +91,7 @@ class Restored:
         then = call.ambient_state
         is_here = then.are_here()
         if not (is_here and call.is_pure):
-            self._here = then if is_here else AmbientState()
+            self._here = then if is_here else ambient_state()
         try:
             if not is_here or call.generators or call.captured is not None:
                 self._stack = ExitStack()
@@ -108,7 +108,7 @@ class Restored:
         if call.generators or call.captured is not None:
             stack.enter_context(EXCHANGING)
         if not is_here:
-            call.ambient_state.restore(stack)
+            call.ambient_state.restore(stack, self._here)
         if call.generators:
             if is_in_batch():
                 stack.enter_context(outside_batches())

@@ -382,7 +382,8 @@ def watch(
 def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
     """Return the profile with its seconds scaled to those of an unwatched forward.
 
-    Without such a forward, they are the seconds of the kernels alone, and the overhead of regions is missing.
+    Without such a forward, they are the seconds of the kernels alone, and the overhead of regions is missing. Seconds
+    of a device are its kernels' own, and a forward takes longer than these where its launches do.
     """
     if forward_seconds is None:
         costs = (
@@ -394,5 +395,8 @@ def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
         )
         return replace(profile, costs=tuple(costs))
     factor = forward_seconds / profile.forward_seconds
+    allocations = profile.units.trace.allocations
+    if allocations is not None and allocations.has_device_time:
+        factor = max(1.0, factor)
     costs = tuple(cost.slower(factor) for cost in profile.costs)
     return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=forward_seconds)
