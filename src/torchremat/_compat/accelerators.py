@@ -321,8 +321,8 @@ class _Cuda(Accelerator):
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             x = torch.ones(8, 8, device=device, requires_grad=True)
             y = linear(x, x.detach(), x.detach()[0])
-            y.register_hook(lambda gradient: linear(gradient, gradient, gradient[0]))
-            y.backward(torch.ones_like(y))  # contiguous: an expanded bias is not added by the product
+            y.register_hook(_with_bias)
+            y.sum().backward()
         self.synchronize(device)
 
     def check_no_history(self) -> None:
@@ -371,6 +371,13 @@ def _of(kind: str) -> Accelerator:
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the capabilities of a kind of device."""
     return _of(device.type)
+
+
+def _with_bias(gradient: Tensor) -> Tensor:
+    # The copy is a kernel, before which a thread has no context for a product to run in, and is contiguous: the bias
+    # is added by a product of its own otherwise.
+    gradient = gradient.contiguous()
+    return linear(gradient, gradient, gradient[0])
 
 
 def taken_bytes(memory: UntypedStorage) -> int:
