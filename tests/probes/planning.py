@@ -6,7 +6,7 @@ from torchremat.planning.compiling import partitioning
 from torchremat.planning.compiling.workspaces import measured_workspaces
 from torchremat.planning.descriptions import held_of, plan_of
 from torchremat.planning.devices.device import MeasuredKernel, device_of
-from torchremat.planning.devices.machines import Here
+from torchremat.planning.devices.machines import ForwardSeconds, Here
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.layout import (
     Calls,
@@ -27,6 +27,7 @@ from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import UnitCosts
 from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.store_sizes import weighed
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves

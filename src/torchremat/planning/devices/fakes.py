@@ -328,9 +328,9 @@ class DescribedMachine:
         """See `Machine`."""
         return None
 
-    def forward_seconds(self, subject: Subject) -> float | None:
+    def forward_seconds(self, subject: Subject) -> None:
         """See `Machine`."""
-        return None
+        return
 
     def overheads(self) -> Overheads:
         """See `Machine`."""

@@ -5,8 +5,10 @@ Profiling code asks the machine to record allocations; nothing else in that code
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +21,14 @@ from torchremat.measuring.traces import AllocationRecorder
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.profiles.dropping import nothing_kept
 from torchremat.planning.profiles.overheads import Overheads, overheads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSeconds:
+    """Seconds of a forward: until the host has launched it, and until the device is done."""
+
+    launched_s: float
+    done_s: float
 
 
 class Machine(Protocol):
@@ -65,7 +75,7 @@ class Machine(Protocol):
         """Return the bytes that are free for a profile now; None if unknown."""
         ...
 
-    def forward_seconds(self, subject: Subject) -> float | None:
+    def forward_seconds(self, subject: Subject) -> ForwardSeconds | None:
         """Return the seconds of an unwatched forward; None if only kernels take time."""
         ...
 
@@ -123,14 +133,15 @@ class Here:
         """See `Machine`."""
         return free_on(self.device)
 
-    def forward_seconds(self, subject: Subject) -> float | None:
+    def forward_seconds(self, subject: Subject) -> ForwardSeconds | None:
         """See `Machine`."""
         # Grad mode stays on: without it models take other branches, hooks on tensors raise, and compiled code differs.
         with subject.untouched(), nothing_kept():
             accelerator = accelerator_of(self.device)
             start_s = accelerator.seconds(self.device)
             subject.run()
-            return accelerator.seconds(self.device) - start_s
+            launched_s = time.perf_counter() - start_s
+            return ForwardSeconds(launched_s=launched_s, done_s=accelerator.seconds(self.device) - start_s)
 
     def overheads(self) -> Overheads:
         """See `Machine`."""

@@ -14,6 +14,7 @@ not_replayable.py  the message about those that do not
 events.py          the allocator's events of the watched step
 backwards.py       the backward of one unit in the watched step
 reading.py         figures, read out of the allocator's events
+scaling.py         seconds of a step that runs alone, from those of a watched one
 optimizers.py      the bytes of the optimizer
 overheads.py       the executor's own overheads
 profiling.py       all of it together: a profile

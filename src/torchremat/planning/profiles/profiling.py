@@ -8,7 +8,7 @@ last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of
     1. traced        the order of calls, links, live ranges, flops
     2. watched       bytes and seconds of each unit, and other live bytes at each program point; whether the units
                      repeat their forward in a recompute, see `comparison`
-    3. forward       the seconds of an unwatched forward, to which the others are scaled
+    3. forward       the seconds of an unwatched forward, to which the others are scaled, see `scaling`
     4. watched       as 2, with the calls inside units instead of the units that make several
     5. watched       as 2, with the modules around units instead of them, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
@@ -34,7 +34,7 @@ from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
-from torchremat.planning.devices.machines import Machine, has_room
+from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
@@ -43,6 +43,7 @@ from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
+from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Grain, Units
@@ -133,7 +134,7 @@ class _Profiling:
         ways = self.ways(units, finest)
         place, blocks = self.watched(ways)
         seconds = self.seconds()
-        blocks = replace(_scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
+        blocks = replace(scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
         parts = whole = None
         if leaves and blocks.units is not finest and len(finest.units) <= _MOST_UNITS:
             parts = self.also(finest, ways[place], seconds)
@@ -141,13 +142,13 @@ class _Profiling:
             whole = self.also(outer, ways[place], seconds)
         return ProfilePair(blocks=blocks, leaves=parts, around=whole and replace(whole, optimizer=blocks.optimizer))
 
-    def also(self, units: Units, way: _Way, seconds: float | None) -> Profile | None:
+    def also(self, units: Units, way: _Way, seconds: ForwardSeconds | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if it does not fit in some process."""
         if not self.fits(units):
             return None
         # A process without room for it runs the earlier step once more, since the others wait for it.
         place, found = self.watched([(units, every_unit(units)), way])
-        return None if place else _scaled(found, seconds)
+        return None if place else scaled(found, seconds)
 
     def outer(self, units: Units) -> Units | None:
         """Return the units around the units, if their recompute repeats their forward."""
@@ -285,7 +286,7 @@ class _Profiling:
             return None
         return _completed(step, self.machine)
 
-    def seconds(self) -> float | None:
+    def seconds(self) -> ForwardSeconds | None:
         """Run an unwatched forward, and return its seconds, if they are meaningful."""
         return self.peers.each(lambda: self.machine.forward_seconds(self.subject))
 
@@ -377,26 +378,3 @@ def watch(
             watcher.comparison.run_again()
     marks = begins, forward, ends
     return WatchedStep(units=units, tree=tree, watcher=watcher, trace=events, before=before, marks=marks)
-
-
-def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
-    """Return the profile with its seconds scaled to those of an unwatched forward.
-
-    Without such a forward, they are the seconds of the kernels alone, and the overhead of regions is missing. Seconds
-    of a device are its kernels' own, and a forward takes longer than these where its launches do.
-    """
-    if forward_seconds is None:
-        costs = (
-            replace(
-                cost,
-                seconds_truncated=cost.seconds_truncated + profile.overheads.seconds(len(profile.units.saved(unit))),
-            )
-            for unit, cost in enumerate(profile.costs)
-        )
-        return replace(profile, costs=tuple(costs))
-    factor = forward_seconds / profile.forward_seconds
-    allocations = profile.units.trace.allocations
-    if allocations is not None and allocations.has_device_time:
-        factor = max(1.0, factor)
-    costs = tuple(cost.slower(factor) for cost in profile.costs)
-    return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=forward_seconds)

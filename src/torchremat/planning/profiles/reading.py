@@ -102,13 +102,20 @@ class Profile:
     generator_bytes: int = 0
 
     @cached_property
+    def reached(self) -> tuple[tuple[list[int], int], ...]:
+        """For each unit its operators, and the first operator after its last save, which no recompute reaches."""
+        trace, found = self.units.trace, list[tuple[list[int], int]]()
+        for unit in self.units.units:
+            calls = {inner for call in unit.calls for inner in trace.descendants(call)}
+            ends = max((save.position for save in trace.operators.saves if save.call in calls), default=0)
+            found.append(([index for call in unit.calls for index in trace.calls[call].operators], ends))
+        return tuple(found)
+
+    @cached_property
     def nominal_s(self) -> tuple[tuple[float, float], ...]:
         """For each unit the seconds of its forward on a generic device: in full, and up to its last save."""
         log, found = self.units.trace.operators, list[tuple[float, float]]()
-        for unit in self.units.units:
-            calls = {inner for call in unit.calls for inner in self.units.trace.descendants(call)}
-            ends = max((save.position for save in log.saves if save.call in calls), default=0)
-            operators = [index for call in unit.calls for index in self.units.trace.calls[call].operators]
+        for operators, ends in self.reached:
             seconds = [(index, nominal_seconds(log, log.runs[index])) for index in operators]
             found.append((sum(s for _, s in seconds), sum(s for index, s in seconds if index < ends)))
         return tuple(found)
