@@ -36,7 +36,7 @@ _ROUNDING_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StepComparison:
     """See `Report`, whose attributes these are."""
 
     is_exact: bool | None
@@ -88,7 +88,7 @@ def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
     return bool(torch.all((found == expected) | ((found != found) & (expected != expected))))
 
 
-def explained(subject: Subject, model: nn.Module, plain: Outcome, differences: dict[str, float]) -> Comparison:
+def explained(subject: Subject, model: nn.Module, plain: Outcome, differences: dict[str, float]) -> StepComparison:
     """Run more steps to find whether the regions cause differences, or kernels that are not deterministic.
 
     Args:
@@ -100,13 +100,15 @@ def explained(subject: Subject, model: nn.Module, plain: Outcome, differences: d
     """
     noise = _noise(subject, model, plain)
     if not noise:
-        return Comparison(is_exact=not differences, differences=tuple(_told(differences)))
+        return StepComparison(is_exact=not differences, differences=tuple(_told(differences)))
     told = tuple(_told(noise))
     decided = _differing_deterministically(subject, model)
     if decided is not None:
-        return Comparison(is_exact=not decided, differences=tuple(_told(decided)), noise=told, is_deterministic=True)
+        return StepComparison(
+            is_exact=not decided, differences=tuple(_told(decided)), noise=told, is_deterministic=True
+        )
     beyond = _beyond(differences, noise, plain)
-    return Comparison(is_exact=False if beyond else None, differences=tuple(_told(beyond)), noise=told)
+    return StepComparison(is_exact=False if beyond else None, differences=tuple(_told(beyond)), noise=told)
 
 
 def _noise(subject: Subject, model: nn.Module, plain: Outcome) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.outcomes import NOISE_RUNS, Comparison, Outcome, differing, explained, outcome_of
+from torchremat.planning.outcomes import NOISE_RUNS, StepComparison, Outcome, differing, explained, outcome_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
@@ -178,7 +178,7 @@ class _BothRun:
     def report(self, model: nn.Module, steps: _Steps, *, is_unclear: bool) -> Report:
         """Return the report; runs more steps if the results of some process differ."""
         ours, plain = self.ours, self.plain
-        found = Comparison(is_exact=None if plain is None else True)
+        found = StepComparison(is_exact=None if plain is None else True)
         if plain is not None and is_unclear:
             found = explained(self.subject, model, plain.outcome, self.differences)
             steps.ran(NOISE_RUNS)
