@@ -18,7 +18,7 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.outcomes import NOISE_RUNS, StepComparison, Outcome, differing, explained, outcome_of
+from torchremat.planning.outcomes import NOISE_RUNS, Outcome, StepComparison, differing, explained, outcome_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
