@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import cast
 
 from torchremat.errors import StepError
-from torchremat.measuring.step import global_names
+from torchremat.measuring.step import held_by_function
 
 
 def used_up(step: object, error: Exception, runs: int) -> StepError:
@@ -55,7 +55,7 @@ def held_by(function: object) -> Iterator[tuple[str, object]]:
         yield from partial.keywords.items()
         yield from held_by(partial.func)
     elif isinstance(function, FunctionType):
-        yield from _held_by_function(function)
+        yield from held_by_function(function)
     else:
         method = function if isinstance(function, MethodType) else getattr(function, "__call__", None)  # noqa: B004
         code = getattr(getattr(method, "__func__", None), "__code__", None)
@@ -63,21 +63,6 @@ def held_by(function: object) -> Iterator[tuple[str, object]]:
             own = cast("dict[str, object]", getattr(method.__self__, "__dict__", {}))
             yield from ((name, own[name]) for name in _names_in(code) if name in own)
             yield from held_by(method.__func__)
-
-
-def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # a cell that nothing was ever assigned to
-            continue
-    places = range(code.co_argcount - len(function.__defaults__ or ()), code.co_argcount)
-    yield from zip((code.co_varnames[place] for place in places), function.__defaults__ or (), strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
-    for name in global_names(code):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 def _names_in(code: CodeType) -> set[str]:

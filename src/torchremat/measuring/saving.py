@@ -24,7 +24,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import beside_transforms, transforms_beside_hooks
 from torchremat.errors import MutationError
-from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
+from torchremat.measuring.modules import ModuleCall, ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.diagnosis.operators import LoggedOperator, OperatorLog, Source, SourcePlace
 from torchremat.tensors.held import holding

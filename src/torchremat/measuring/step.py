@@ -144,16 +144,7 @@ def _held_by(step: object) -> Iterator[object]:
         yield from _held_by_object(step.__self__)
         yield from _held_by(step.__func__)
     elif isinstance(step, FunctionType):
-        yield from step.__defaults__ or ()
-        yield from (step.__kwdefaults__ or {}).values()
-        for cell in step.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-        for name in global_names(step.__code__):
-            if name in step.__globals__:
-                yield step.__globals__[name]
+        yield from (held for _, held in held_by_function(step))
     else:
         yield from _held_by_object(step)
 
@@ -163,6 +154,23 @@ def _held_by_object(owner: object) -> Iterator[object]:
         yield owner
     else:
         yield from getattr(owner, "__dict__", {}).values()
+
+
+def held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the defaults of a function, what its cells hold, and the globals that it reads, with their names in it."""
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    yield from zip(names, defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    for name in global_names(code):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=256)
