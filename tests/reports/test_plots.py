@@ -1,6 +1,7 @@
 """Pictures: what they show, and that they leave matplotlib as it was."""
 
 import sys
+from itertools import pairwise
 
 import matplotlib
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 
 import torchremat
+from probes.memory import step_events
 from torchremat.measuring.curves import Curve, curve_of, draw
-from torchremat.measuring.timeline import timeline_of
 from torchremat.planning.staircases import Staircase, knee_of
 from torchremat.planning.staircases import draw as draw_staircases
 from torchremat.reports.plots import plot_frontiers, plot_measurements
@@ -18,13 +19,8 @@ from torchremat.tensors.sizes import format_bytes
 
 
 def timeline(live_bytes, *, backward_at):
-    return timeline_of(
-        time_ns=np.arange(1, len(live_bytes) + 1) * 10**9,
-        live_bytes=np.array(live_bytes, dtype=np.int64),
-        start_ns=0,
-        backward_at=backward_at,
-        changes=[],
-    )
+    deltas = [after - before for before, after in pairwise([0, *live_bytes])]
+    return step_events(deltas, backward_at=backward_at).timeline()
 
 
 def small():

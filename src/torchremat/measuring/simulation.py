@@ -122,15 +122,7 @@ class SimulatedRecorder(RecordedBlock):
     def finish(self, start_ns: float) -> None:
         """Build the trace."""
         columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
-        self._trace = AllocationTrace(
-            device=_CPU,
-            start_ns=int(start_ns),
-            time_ns=columns[:, 0],
-            ptr=columns[:, 1],
-            delta_bytes=columns[:, 2],
-            marks=tuple(self._marks),
-            foreign_freed_bytes=None,
-        )
+        self._trace = AllocationTrace.of(_CPU, columns, self._marks, start_ns=start_ns)
 
 
 class Simulation(EagerMode):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -64,6 +65,21 @@ class AllocationTrace:
     foreign_freed_bytes: int | None
     slack_bytes: int = 0
     has_device_time: bool = False
+
+    @classmethod
+    def of(
+        cls, device: torch.device, columns: NDArray[np.int64], marks: Iterable[TraceMark], *, start_ns: float
+    ) -> AllocationTrace:
+        """Return the trace of events without frees of foreign memory, each a row of its time, address and bytes."""
+        return cls(
+            device=device,
+            start_ns=int(start_ns),
+            time_ns=columns[:, 0],
+            ptr=columns[:, 1],
+            delta_bytes=columns[:, 2],
+            marks=tuple(marks),
+            foreign_freed_bytes=None,
+        )
 
     @cached_property
     def _live_bytes(self) -> NDArray[np.int64]:
