@@ -37,7 +37,7 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
-from torchremat.measuring.storages import StorageMap, address_of, tensors_in
+from torchremat.measuring.storages import StorageMap, address_of, made_by, tensors_in
 from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _ATEN = torch.ops.aten
@@ -250,13 +250,9 @@ class Simulation(EagerMode):
         *,
         goes_on: bool,
     ) -> None:
-        given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
-        made: list[Tensor] = []
-        for tensor in tensors_in(result):
-            address = address_of(tensor.untyped_storage())
-            if func in _LIFTED or (address not in given and self._known.at(address) is None):
-                given.add(address)
-                made.append(tensor)
+        made = made_by(() if func in _LIFTED else (args, kwargs), result)
+        if func not in _LIFTED:
+            made = [tensor for tensor in made if tensor.untyped_storage() not in self._known]
         self._contents.ran(func, args, kwargs, result)
         if self.model.has_host_generator and _draws(func):
             with without_fakes():

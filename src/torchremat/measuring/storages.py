@@ -140,6 +140,18 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
             yield from tensors_in(item, sparse=sparse)
 
 
+def made_by(given: object, result: object) -> list[Tensor]:
+    """Return the tensors in an operator's result, one for each storage, that share no storage with its arguments."""
+    seen = {address_of(one.untyped_storage()) for one in tensors_in(given)}
+    made: list[Tensor] = []
+    for tensor in tensors_in(result):
+        address = address_of(tensor.untyped_storage())
+        if address not in seen:
+            seen.add(address)
+            made.append(tensor)
+    return made
+
+
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
     tensor = tensor.detach()
