@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchremat._compat.accelerators import Happened, accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark, live_bytes_of
 
 # NOTE [ What a device holds ]
 #
@@ -138,7 +138,7 @@ def _deltas(history: Sequence[Happened], block_bytes: int) -> tuple[NDArray[np.i
 
 def _slack_bytes(deltas: NDArray[np.int64], start: _Moment, moments: Sequence[_Moment]) -> int:
     """Return the largest excess, at any mark, of allocated over requested bytes."""
-    live = np.concatenate([np.zeros(1, np.int64), np.cumsum(deltas, dtype=np.int64)])
+    live = live_bytes_of(deltas)
     over = [one.allocated_bytes - start.allocated_bytes - live[one.position - start.position] for one in moments]
     return max(0, *map(int, over))
 

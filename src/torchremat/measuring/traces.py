@@ -31,6 +31,14 @@ from torch import UntypedStorage
 
 from torchremat.errors import UnsupportedError
 
+# By address, the events that allocated and freed something there.
+Intervals = dict[int, list[tuple[int, int]]]
+
+
+def live_bytes_of(delta_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes live before each event and after the last, over those at the beginning."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta_bytes, dtype=np.int64)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMark:
@@ -82,17 +90,34 @@ class AllocationTrace:
         )
 
     @cached_property
-    def _live_bytes(self) -> NDArray[np.int64]:
-        # With the start of the block in front, so that entry p has the bytes live before event p.
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.delta_bytes, dtype=np.int64)])
+    def live(self) -> NDArray[np.int64]:
+        """The bytes live before each event and after the last, relative to the start of the block; not to be written.
+
+        Negative where foreign memory went.
+        """
+        return live_bytes_of(self.delta_bytes)
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """For each address the events that allocated and freed it; what stays is freed after the last event."""
+        intervals: Intervals = {}
+        open_at: dict[int, int] = {}
+        for event, (pointer, delta) in enumerate(zip(self.ptr.tolist(), self.delta_bytes.tolist(), strict=True)):
+            if delta > 0:
+                open_at[pointer] = event
+            elif pointer in open_at:
+                intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
+        for pointer, event in open_at.items():
+            intervals.setdefault(pointer, []).append((event, len(self.ptr) + 1))
+        return intervals
 
     def live_bytes(self) -> NDArray[np.int64]:
         """Return the bytes live after each event, relative to the start; negative where foreign memory went."""
-        return self._live_bytes[1:].copy()
+        return self.live[1:].copy()
 
     def live_bytes_at(self, mark: int) -> int:
         """Return the bytes live at the mark with this id, relative to the start of the block."""
-        return int(self._live_bytes[self.marks[mark].position])
+        return int(self.live[self.marks[mark].position])
 
     def seconds_between(self, first: int, last: int) -> float:
         """Return the seconds between two marks, given by id."""
@@ -101,7 +126,7 @@ class AllocationTrace:
     @property
     def peak_bytes(self) -> int:
         """The most bytes live at once, relative to the start of the block; at least 0."""
-        return int(self._live_bytes.max())
+        return int(self.live.max())
 
     def peak_bytes_between(self, first: int, last: int) -> int:
         """Return the most bytes live at once between two marks, given by id in order of time, relative to the start.
@@ -109,7 +134,11 @@ class AllocationTrace:
         Bytes live at the first mark count too.
         """
         begin, end = self.marks[first].position, self.marks[last].position
-        return int(self._live_bytes[begin : end + 1].max())
+        return int(self.live[begin : end + 1].max())
+
+    def rise_bytes_between(self, first: int, last: int) -> int:
+        """Return the peak between two marks over the bytes live at the first."""
+        return self.peak_bytes_between(first, last) - self.live_bytes_at(first)
 
     def has(self, pointer: int, mark: int) -> bool:
         """Return whether an address is, at the mark with this id, in memory that was allocated in the block."""

@@ -70,7 +70,7 @@ class Trials:
         if self._recorder is not None:
             trace, self._recorder = self._recorder.trace, None
             for name, (first, last) in self._marks.items():
-                self.high_bytes[name] = trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)
+                self.high_bytes[name] = trace.rise_bytes_between(first, last)
             self._marks = {}
 
     def run(self, name: str, operator: str, prepare: Callable[[], Callable[[], object]]) -> None:

@@ -47,8 +47,7 @@ class _TimedOperator:
 
     def kernel(self, trace: AllocationTrace) -> MeasuredKernel:
         """Return its kernel, with the workspace that the allocator's events show."""
-        over = trace.peak_bytes_between(self.first, self.last) - trace.live_bytes_at(self.first)
-        workspace_bytes = max(0, over - sum(self.storage_bytes))
+        workspace_bytes = max(0, trace.rise_bytes_between(self.first, self.last) - sum(self.storage_bytes))
         return MeasuredKernel(seconds=self.seconds, workspace_bytes=workspace_bytes, storage_bytes=self.storage_bytes)
 
 
