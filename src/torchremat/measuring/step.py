@@ -39,11 +39,7 @@ def loss_of(result: object) -> Tensor:
         StepError: The result has no tensor, or the tensor has more than one element, is complex, or does not require
             grad.
     """
-    loss: object = result
-    if isinstance(result, Mapping):
-        loss = cast(Mapping[object, object], result).get("loss")
-    elif not isinstance(result, Tensor):
-        loss = getattr(result, "loss", None)
+    loss = found_loss(result)
     if not isinstance(loss, Tensor):
         raise StepError(f"the step returned {_described(cast(object, result))}. {_ALLOWED}.")
     if loss.numel() != 1:
@@ -62,6 +58,13 @@ def loss_of(result: object) -> Tensor:
             "Look for a `torch.no_grad()` or a `.detach()` in the step, and for parameters with requires_grad=False."
         )
     return loss
+
+
+def found_loss(result: object) -> object:
+    """Return the object that is in the place of the loss in a step's result."""
+    if isinstance(result, Mapping):
+        return cast(Mapping[object, object], result).get("loss")
+    return result if isinstance(result, Tensor) else getattr(result, "loss", None)
 
 
 def run_backward(loss: Tensor) -> None:

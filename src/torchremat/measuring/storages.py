@@ -90,6 +90,11 @@ class StorageNumbers:
         """Return the numbers of the storages of all tensors in `value`, each once; new storages get a new number."""
         return tuple(dict.fromkeys(self._number(storage) for storage in storages_in(value)))
 
+    def new_bytes(self, value: object) -> int:
+        """Return the bytes of the storages in `value` that had no number yet; now they have one."""
+        known = len(self.sizes)
+        return sum(self.sizes[number] for number in self.of(value) if number >= known)
+
     def _number(self, storage: UntypedStorage) -> int:
         number = self._known.get(storage)
         if number is not None:

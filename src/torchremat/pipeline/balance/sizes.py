@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchremat.measuring.keeping import report_of
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.saving import WatchedForward, watched
+from torchremat.measuring.saving import SaveLog, watched
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.balance.layers import Boundary, LayerCopy, mapped, run_each
@@ -34,11 +34,11 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
         param_scale: The factor.
         device: Where the copies run.
     """
-    counter = _StorageCounter()
+    numbers = StorageNumbers()
 
     def sized(cell: LayerCopy) -> tuple[int, Boundary]:
-        saved_bytes, after = _run(cell, counter)
-        return saved_bytes + round(param_scale * _parameter_bytes(cell.layer)), after
+        saved_bytes, after = _run(cell, numbers)
+        return saved_bytes + round(param_scale * StorageNumbers().new_bytes(list(cell.layer.parameters()))), after
 
     with untouched(None), torch.inference_mode(False), torch.enable_grad():
         return list(run_each(module, microbatch, device, sized))
@@ -54,21 +54,7 @@ def first_microbatch(batch: object, chunks: int) -> object:
     return batch if chunks == 1 else mapped(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
 
 
-class _StorageCounter:
-    """Knows which storages have been counted."""
-
-    def __init__(self) -> None:
-        self.numbers = StorageNumbers()
-        self.counted: set[int] = set()
-
-    def add(self, tensor: Tensor) -> int:
-        """Count a tensor's storages; return the bytes of storages that were not counted before."""
-        new = set(self.numbers.of(tensor)) - self.counted
-        self.counted |= new
-        return sum(self.numbers.sizes[number] for number in new)
-
-
-def _run(cell: LayerCopy, counter: _StorageCounter) -> tuple[int, Boundary]:
+def _run(cell: LayerCopy, counted: StorageNumbers) -> tuple[int, Boundary]:
     """Run a layer's forward; return the bytes that autograd keeps of it, and the values that pass on."""
     entered = cell.entered(copied=False)
     subject = Subject(
@@ -78,21 +64,14 @@ def _run(cell: LayerCopy, counter: _StorageCounter) -> tuple[int, Boundary]:
         inputs=tuple(tensors_in(entered)),
         optimizer=None,
     )
-    with watched(subject, operators=False) as run:
-        ran = cast("Boundary", run.take_result())
-        return _kept_bytes(run, tensors_in(ran), counter), cell.after(ran)
+    with watched(subject, operators=False) as log:
+        ran = cast("Boundary", log.take_result())
+        return _kept_bytes(log, tensors_in(ran), counted), cell.after(ran)
 
 
-def _kept_bytes(run: WatchedForward, outputs: list[Tensor], counter: _StorageCounter) -> int:
-    report = report_of(run, {}, [tensor for tensor in outputs if tensor.requires_grad])
-    inputs = [run.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
-    saved_bytes = report.saved_bytes + sum(counter.add(tensor) for tensor in inputs)
-    for tensor in outputs:
-        if not report.storages.keys().isdisjoint(run.numbers.of(tensor)):
-            counter.add(tensor)
+def _kept_bytes(log: SaveLog, outputs: list[Tensor], counted: StorageNumbers) -> int:
+    report = report_of(log, {}, [tensor for tensor in outputs if tensor.requires_grad])
+    inputs = [log.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
+    saved_bytes = report.saved_bytes + counted.new_bytes(inputs)
+    counted.of([tensor for tensor in outputs if not report.storages.keys().isdisjoint(log.numbers.of(tensor))])
     return saved_bytes
-
-
-def _parameter_bytes(layer: nn.Module) -> int:
-    counter = _StorageCounter()
-    return sum(counter.add(parameter) for parameter in layer.parameters())
