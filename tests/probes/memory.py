@@ -24,6 +24,19 @@ from torchremat.measuring.untouched import untouched
 from torchremat.tensors.versioned import Versioned
 
 
+class FlopsByOperator(FlopCounter):
+    """A counter that also has the flops of each operator by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator = {}
+
+    def _add(self, func, flops):
+        super()._add(func, flops)
+        name = str(getattr(func, "_overloadpacket", func))
+        self.by_operator[name] = self.by_operator.get(name, 0) + flops
+
+
 def step_events(deltas, modules=(), *, backward_at, before_bytes=0):
     """The events of a step by hand, one each second, and from which of them on which module runs."""
     labels = [(0, "start"), (backward_at, "end of forward"), *modules]

@@ -59,8 +59,7 @@ class AllocationTrace:
     """The events of one device's allocator in order of time: three arrays of one length, and the marks.
 
     `delta_bytes` is positive for an allocation and negative for its free. `marks[i]` is the mark with the id i.
-    `foreign_freed_bytes` counts bytes freed in the block but allocated before it; None on the CPU, where it is
-    unknowable. `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
+    `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
     `has_device_time` is whether marks have the device's times, not the host's.
     """
 
@@ -70,7 +69,6 @@ class AllocationTrace:
     ptr: NDArray[np.int64]
     delta_bytes: NDArray[np.int64]
     marks: tuple[TraceMark, ...]
-    foreign_freed_bytes: int | None
     slack_bytes: int = 0
     has_device_time: bool = False
 
@@ -78,7 +76,7 @@ class AllocationTrace:
     def of(
         cls, device: torch.device, columns: NDArray[np.int64], marks: Iterable[TraceMark], *, start_ns: float
     ) -> AllocationTrace:
-        """Return the trace of events without frees of foreign memory, each a row of its time, address and bytes."""
+        """Return the trace of events, each a row of its time, address and bytes."""
         return cls(
             device=device,
             start_ns=int(start_ns),
@@ -86,7 +84,6 @@ class AllocationTrace:
             ptr=columns[:, 1],
             delta_bytes=columns[:, 2],
             marks=tuple(marks),
-            foreign_freed_bytes=None,
         )
 
     @cached_property
