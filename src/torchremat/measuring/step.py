@@ -41,7 +41,7 @@ def loss_of(result: object) -> Tensor:
     """
     loss = found_loss(result)
     if not isinstance(loss, Tensor):
-        raise StepError(f"the step returned {_described(cast(object, result))}. {_ALLOWED}.")
+        raise StepError(f"the step returned {_described(result)}. {_ALLOWED}.")
     if loss.numel() != 1:
         raise StepError(
             f"the step returned a loss of shape {tuple(loss.shape)}, which backward cannot start from. "

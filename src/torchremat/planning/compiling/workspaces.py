@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -29,24 +28,16 @@ from torchremat.tensors.structure import tensors_in
 _WITHOUT = ("_c10d_functional",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workspaces:
-    """The kernels of a graph.
-
-    Attributes:
-        trials: The calls that have run.
-    """
-
-    trials: Trials
+class Workspaces(Trials):
+    """The kernels of a graph, by the calls that have run."""
 
     def of(self, node: Node, made_bytes: int) -> int:
         """Return the bytes that a call allocates in addition to its results of `made_bytes`."""
-        high = self.trials.high_bytes
-        return max(0, high.get(_described(node), 0) - made_bytes) if high else 0
+        return max(0, self.high_bytes.get(_described(node), 0) - made_bytes) if self.high_bytes else 0
 
     def made_by(self, node: Node, tensors: Sequence[Tensor]) -> list[int]:
         """Return the storage bytes of a call's results; `tensors` are the graph's fakes for them."""
-        real = self.trials.storage_bytes.get(_described(node)) if node.op == "call_function" else None
+        real = self.storage_bytes.get(_described(node)) if node.op == "call_function" else None
         said = [known(one.untyped_storage().nbytes()) for one in tensors]
         return said if real is None or len(real) != len(said) else real
 
@@ -56,11 +47,11 @@ def measured_workspaces(graph: Graph, device: torch.device) -> Workspaces:
 
     At any time only the arguments and results of one call are live in addition to existing tensors.
     """
-    trials = Trials(device)
+    trials = Workspaces(device)
     with trials.recorded():
         for node in graph.nodes:
             _try(node, trials)
-    return Workspaces(trials=trials)
+    return trials
 
 
 def _try(node: Node, trials: Trials) -> None:
