@@ -37,11 +37,12 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
-from torchremat.measuring.storages import StorageMap, address_of, made_by, tensors_in
+from torchremat.measuring.storages import StorageMap, made_by, tensors_in
 from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_FOREIGN = -1, 0  # no allocation in the block that is recorded
 _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 
 
@@ -140,10 +141,8 @@ class Simulation(EagerMode):
         self.events: list[tuple[int, int, int]] = []
         self._faked = faked  # makes a fake of a real tensor, the same one each time
         self._recording = False
-        self._block = 0
         self._pointers = 0
-        self._known = StorageMap[int](self._free)  # addresses, which outlive a block's place on the device
-        self._blocks: dict[int, tuple[int, int]] = {}  # by address: pointer and bytes
+        self._known = StorageMap[tuple[int, int]](self._free)  # pointers and bytes of their allocations
         self._contents = Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
@@ -166,7 +165,8 @@ class Simulation(EagerMode):
         """Record the allocations of the block. The recorder takes marks and has the `trace` afterwards."""
         recorder, start_ns = SimulatedRecorder(self), self.now_ns
         self.events = []
-        self._blocks.clear()  # storages from before are foreign
+        for storage in self._known.storages():
+            self._known[storage] = _FOREIGN
         self._recording = True
         try:
             yield recorder
@@ -185,7 +185,7 @@ class Simulation(EagerMode):
 
     def pointer_of(self, storage: UntypedStorage) -> int:
         """Return the address that a storage has in the trace; -1 for one from before."""
-        return self._blocks.get(address_of(storage), (-1, 0))[0]
+        return (self._known.get(storage) or _FOREIGN)[0]
 
     def __torch_dispatch__(
         self,
@@ -264,11 +264,14 @@ class Simulation(EagerMode):
                 storage.resize_(size)
         if not self._recording:
             for tensor in made:
-                self._follow(tensor.untyped_storage())
+                self._known[tensor.untyped_storage()] = _FOREIGN
             return
         kernel = self.model.kernel(func, args, kwargs, result, made)
         if goes_on and made:
-            self._move(cast("Tensor", args[0]).untyped_storage(), made.pop().untyped_storage())
+            # One storage takes over the allocation of another.
+            old = cast("Tensor", args[0]).untyped_storage()
+            self._known[made.pop().untyped_storage()] = self._known.get(old) or _FOREIGN
+            self._known[old] = _FOREIGN
         sizes = [self._rounded(tensor.untyped_storage().nbytes()) for tensor in made]
         for tensor, size in zip(made, sizes, strict=True):
             self._allocate(tensor.untyped_storage(), size)
@@ -283,27 +286,17 @@ class Simulation(EagerMode):
         return -(-size // block) * block
 
     def _allocate(self, storage: UntypedStorage, size: int) -> None:
-        self._follow(storage)
+        block = _FOREIGN
         if size:
             self._pointers += 1
-            self._blocks[address_of(storage)] = (self._pointers, size)
-            self._event(self._pointers, size)
+            block = self._pointers, size
+            self._event(*block)
+        self._known[storage] = block
 
-    def _move(self, old: UntypedStorage, new: UntypedStorage) -> None:
-        """Let one storage take over the allocation of another."""
-        self._follow(new)
-        block = self._blocks.pop(address_of(old), None)
-        if block is not None:
-            self._blocks[address_of(new)] = block
-
-    def _follow(self, storage: UntypedStorage) -> None:
-        self._known[storage] = address_of(storage)
-
-    def _free(self, address: int) -> None:
-        self._contents.forget(address)
-        block = self._blocks.pop(address, None)
-        if block is not None and self._recording:
-            self._event(block[0], -block[1])
+    def _free(self, block: tuple[int, int]) -> None:
+        pointer, size = block
+        if size and self._recording:
+            self._event(pointer, -size)
 
     def _event(self, pointer: int, delta_bytes: int) -> None:
         self.events.append((int(self.now_ns), pointer, delta_bytes))
