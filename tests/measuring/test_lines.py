@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from probes.memory import step_events
+from events import step_events
 from torchremat import measure, wrap
 from torchremat.measuring.lines import OperatorStart, matched, noted
 from torchremat.measuring.timeline import UNKNOWN, OperatorLine

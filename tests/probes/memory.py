@@ -1,8 +1,5 @@
 """What the allocator, the counters of flops and the trackers of storages tell, and a step as planning runs it."""
 
-import numpy as np
-import torch
-
 from torchremat._compat import accelerators
 from torchremat.frames import OURS, PACKAGES
 from torchremat.measuring import heap, profiled
@@ -16,9 +13,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import Subject, run_counted, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.storages import StorageMap, StorageNumbers, address_of, tensors_in
-from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.measuring.traces import AllocationTrace, TraceMark
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched
 from torchremat.tensors.versioned import Versioned
@@ -35,12 +30,3 @@ class FlopsByOperator(FlopCounter):
         super()._add(func, flops)
         name = str(getattr(func, "_overloadpacket", func))
         self.by_operator[name] = self.by_operator.get(name, 0) + flops
-
-
-def step_events(deltas, modules=(), *, backward_at, before_bytes=0):
-    """The events of a step by hand, one each second, and from which of them on which module runs."""
-    labels = [(0, "start"), (backward_at, "end of forward"), *modules]
-    marks = [TraceMark(id=i, label=name, time_ns=0, position=at) for i, (at, name) in enumerate(labels)]
-    columns = np.array([(10**9 * (i + 1), i, delta) for i, delta in enumerate(deltas)], dtype=np.int64).reshape(-1, 3)
-    trace = AllocationTrace.of(torch.device("cpu"), columns, marks, start_ns=0)
-    return StepEvents(trace=trace, start=0, backward=1, before_bytes=before_bytes)

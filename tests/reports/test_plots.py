@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchremat
-from probes.memory import step_events
+from events import step_events
 from torchremat.measuring.curves import Curve, curve_of, draw
 from torchremat.planning.staircases import Staircase, knee_of
 from torchremat.planning.staircases import draw as draw_staircases

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchremat.measuring.freeing import StepLog, blocks_of
-from torchremat.measuring.needs import need_of
 from torchremat.measuring.packed import InStore, behind, kept_by
-from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved
+from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved, need_of
 from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import SavedPlaceholder, SaveLog
 from torchremat.regions.diagnosis.operators import LoggedOperator

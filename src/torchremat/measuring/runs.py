@@ -21,7 +21,6 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.holding import used_up
 from torchremat.measuring.lines import OperatorLines, OperatorStart
 from torchremat.measuring.modules import has_compiled, module_stack
 from torchremat.measuring.optimizers import with_wrapped
@@ -32,6 +31,7 @@ from torchremat.measuring.step import (
     holdings_of,
     loss_of,
     run_backward,
+    used_up,
 )
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.timeline import StepEvents
