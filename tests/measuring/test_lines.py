@@ -2,14 +2,15 @@
 
 import inspect
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from events import step_events
 from torchremat import measure, wrap
 from torchremat.measuring.lines import OperatorStart, matched, noted
-from torchremat.measuring.timeline import UNKNOWN, OperatorLine
+from torchremat.measuring.timeline import UNKNOWN, OperatorLine, StepEvents
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 HERE = "tests/measuring/test_lines.py"
 
@@ -99,8 +100,12 @@ def line(text):
 
 
 def events(deltas, modules=()):
-    """Events of these bytes, and the modules that run from some of them on, by position."""
-    return step_events(deltas, [(at, name) for at, name in modules], backward_at=len(deltas))
+    """The events of a step, of these bytes, and the modules that run from some of them on, by position."""
+    labels = [(0, "start"), (len(deltas), "end of forward"), *modules]
+    marks = [TraceMark(id=i, label=name, time_ns=0, position=at) for i, (at, name) in enumerate(labels)]
+    columns = np.array([(i, i, delta) for i, delta in enumerate(deltas)], dtype=np.int64)
+    trace = AllocationTrace.of(torch.device("cpu"), columns, marks, start_ns=0)
+    return StepEvents(trace=trace, start=0, backward=1, before_bytes=0)
 
 
 def lines_of(timeline):

@@ -22,7 +22,7 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.arguments import Step, model_and_step, model_first
-from torchremat.measuring.curves import curve_of, draw
+from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
 from torchremat.measuring.measured_page import page_of, step_of
@@ -71,7 +71,7 @@ class Measurement(MeasurementData, ViewedOverTime):
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
+        draw([headed(f"measured on {self.device}", step_of(self))], path)
 
     def _page(self) -> Page:
         return page_of(self)
