@@ -1,18 +1,29 @@
 """The allocations and frees of a device during a block of code, in order, with marks between.
 
 NOTE [ What records a step ]
-There are three records, because each can be had only where the others cannot. What reads a step reads one of them, or
-two that ran together: marks in the first tell where the second was.
+A step is recorded as one list, an `AllocationTrace`. What else a reader has to know of the step, an observer marks in
+it, so that no two orders or clocks have to agree. Four recorders make such a list, and readers do not tell them apart:
 
-    record                 of                                         seen by            not there
-    `AllocationTrace`      each allocation and free, those inside of  the allocator      under a profiler of the user's
-                           kernels and of compiled code too
-    `OperatorTrace`        operators, the values that they read and   a dispatch mode    in compiled code, which runs
-                           make, and what autograd saves                                 eagerly then
-    `SaveLog`              saved tensors and operators with the       hooks, and the     in a step whose bytes or
-                           line of code of each                       Python stack       seconds count: it is slow
+    recorder              its events                                                      not there
+    `ProfilerRecorder`    of the CPU's allocator, also inside of kernels and of compiled  under a profiler of the user's
+                          code
+    `HistoryRecorder`     of a device's allocator, likewise                               under a history of the user's
+    `Simulation`          of fakes, with a `KernelModel` for the inside of kernels        in compiled code
+    `StorageTracker`      of tensors alone                                                in compiled code
 
-`StorageTracker` counts bytes where a profiler is active. All of them know a storage by `StorageMap`.
+    reader                marks
+    `measure`             modules, by hooks; operators and their lines, by `OperatorLines` in a second run
+    profiles              regions, saves, what backward asks for, by `Watcher`; operators, by `OperatorTracer`
+    bounds, stages        operators of a backward; weight gradients
+    devices               operators, by the timer of `calibration`
+    compiled graphs       operators run by themselves, by `Trials`
+
+Two observers keep more than marks: `OperatorTracer` the values that operators read and make, `SaveLog` the line of code
+of each operator and of each saved tensor. They stay two, because a line is found by a walk up the Python stack: under
+the first an operator takes 13 us more, under the second 27 us in a shallow model, and each profile runs the first.
+
+All know a storage by `StorageMap`. In a traced forward the calls number the storages, and the operators do so by
+themselves: plans of several shapes compare the numbers of calls, and another shape may run other operators.
 """
 
 from __future__ import annotations
