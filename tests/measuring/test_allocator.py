@@ -34,7 +34,7 @@ def test_events_are_in_order_and_sized_by_hand():
 
     trace = recorder.trace
     assert trace.delta_bytes.tolist() == [1024, 2048, -1024, 1024, -2048, -1024]
-    assert trace.live_bytes().tolist() == [1024, 3072, 2048, 3072, 1024, 0]
+    assert trace.live[1:].tolist() == [1024, 3072, 2048, 3072, 1024, 0]
     assert trace.peak_bytes == 3072
     assert trace.time_ns.tolist() == sorted(trace.time_ns.tolist())
     assert trace.start_ns <= int(trace.time_ns[0])
@@ -48,7 +48,7 @@ def test_temporaries_inside_kernels_are_seen():
         y = torch.logsumexp(x, dim=1)
 
     assert recorder.trace.peak_bytes > 1024 * 1024
-    assert int(recorder.trace.live_bytes()[-1]) == y.nbytes == 1024
+    assert int(recorder.trace.live[-1]) == y.nbytes == 1024
 
 
 def test_marks_lie_between_the_events_around_them():
@@ -372,5 +372,5 @@ def test_cuda_events_agree_with_cuda_counters():
 
     trace = recorder.trace
     assert trace.peak_bytes == torch.cuda.max_memory_allocated() - start
-    assert int(trace.live_bytes()[-1]) == torch.cuda.memory_allocated() - start
+    assert int(trace.live[-1]) == torch.cuda.memory_allocated() - start
     assert -4096 in trace.delta_bytes  # of `before`

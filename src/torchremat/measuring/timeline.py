@@ -123,7 +123,7 @@ class StepEvents:
         happened = np.searchsorted(positions, events, side="right")
         return MemoryTimeline(
             seconds=(self.trace.time_ns - self.trace.marks[self.start].time_ns) / 1e9,
-            live_bytes=self.trace.live_bytes() + self.before_bytes,
+            live_bytes=self.trace.live[1:] + self.before_bytes,
             in_backward=events >= self.trace.marks[self.backward].position,
             module=np.array(modules, dtype=np.int64)[happened],
             names=tuple(names),

@@ -119,10 +119,6 @@ class AllocationTrace:
             intervals.setdefault(pointer, []).append((event, len(self.ptr) + 1))
         return intervals
 
-    def live_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes live after each event, relative to the start; negative where foreign memory went."""
-        return self.live[1:].copy()
-
     def live_bytes_at(self, mark: int) -> int:
         """Return the bytes live at the mark with this id, relative to the start of the block."""
         return int(self.live[self.marks[mark].position])
