@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from probes.memory import FlopCounter, formula_of
+from probes.memory import FlopsByOperator, formula_of
 from torchremat import Planner
 
 ATEN = torch.ops.aten
@@ -15,7 +15,7 @@ ATEN = torch.ops.aten
 
 def counted(function, *tensors):
     """The flops of the forward and of the backward of a function, by operator."""
-    with FlopCounter() as counter:
+    with FlopsByOperator() as counter:
         result = function(*tensors)
         forward = dict(counter.by_operator)
         if result.requires_grad:

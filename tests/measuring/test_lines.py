@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torchremat import measure, wrap
 from torchremat.measuring.lines import OperatorStart, matched, noted
-from torchremat.measuring.timeline import UNKNOWN, ModuleChange, OperatorLine, timeline_of
+from torchremat.measuring.timeline import UNKNOWN, OperatorLine, StepEvents
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 HERE = "tests/measuring/test_lines.py"
 
@@ -98,14 +99,13 @@ def line(text):
     return OperatorLine("aten.op.default", text)
 
 
-def a_timeline(deltas, changes=()):
-    return timeline_of(
-        time_ns=np.arange(len(deltas)),
-        live_bytes=np.cumsum(np.array(deltas, dtype=np.int64)) + 4096,
-        start_ns=0,
-        backward_at=len(deltas),
-        changes=changes,
-    )
+def events(deltas, modules=()):
+    """The events of a step, of these bytes, and the modules that run from some of them on, by position."""
+    labels = [(0, "start"), (len(deltas), "end of forward"), *modules]
+    marks = [TraceMark(id=i, label=name, time_ns=0, position=at) for i, (at, name) in enumerate(labels)]
+    columns = np.array([(i, i, delta) for i, delta in enumerate(deltas)], dtype=np.int64)
+    trace = AllocationTrace.of(torch.device("cpu"), columns, marks, start_ns=0)
+    return StepEvents(trace=trace, start=0, backward=1, before_bytes=0)
 
 
 def lines_of(timeline):
@@ -113,37 +113,33 @@ def lines_of(timeline):
 
 
 def test_events_that_were_noted_belong_to_the_operator_that_began_last():
-    timeline = a_timeline([512, 512, 512])
+    found = noted(events([512, 512, 512]), [OperatorStart(1, line("a")), OperatorStart(2, line("b"))])
 
-    assert lines_of(noted(timeline, [OperatorStart(1, line("a")), OperatorStart(2, line("b"))])) == ["", "a", "b"]
+    assert lines_of(found) == ["", "a", "b"]
 
 
 def test_allocations_of_two_runs_are_matched_by_size_and_temporaries_belong_to_the_one_before():
     # The allocator saw a temporary of 4096 that was no tensor; the sizes of devices are rounded up to 512.
-    changes = (ModuleChange(position=0, module="m"),)
-    allocator = a_timeline([1024, 4096, -4096, 2048], changes)
-    tensors = a_timeline([1000, 2048], changes)
+    allocator, tensors = events([1024, 4096, -4096, 2048], [(0, "m")]), events([1000, 2048], [(0, "m")])
 
-    found = matched(allocator, changes, tensors, changes, [OperatorStart(0, line("a")), OperatorStart(1, line("b"))])
+    found = matched(allocator, tensors, [OperatorStart(0, line("a")), OperatorStart(1, line("b"))])
 
-    assert lines_of(found)[1:] == ["a", "a", "b"]
+    assert lines_of(found) == ["a", "a", "a", "b"]
 
 
 def test_where_modules_were_called_otherwise_nothing_is_told():
-    changes, others = (ModuleChange(position=0, module="m"),), (ModuleChange(position=0, module="n"),)
-    timeline = a_timeline([1024], changes)
+    one, other = events([1024], [(0, "m")]), events([1024], [(0, "n")])
 
-    assert lines_of(matched(timeline, changes, timeline, others, [OperatorStart(0, line("a"))])) == [""]
+    assert lines_of(matched(one, other, [OperatorStart(0, line("a"))])) == [""]
 
 
 def test_sizes_are_matched_within_one_module_alone():
-    changes = (ModuleChange(position=0, module="m"), ModuleChange(position=1, module="n"))
-    allocator = a_timeline([512, 1024, 512], changes)
-    tensors = a_timeline([512, 512], changes)
+    modules = [(0, "m"), (1, "n")]
+    allocator, tensors = events([512, 1024, 512], modules), events([512, 512], modules)
 
-    found = matched(allocator, changes, tensors, changes, [OperatorStart(0, line("m")), OperatorStart(1, line("n"))])
+    found = matched(allocator, tensors, [OperatorStart(0, line("m")), OperatorStart(1, line("n"))])
 
-    assert lines_of(found)[1:] == ["n", "n"]
+    assert lines_of(found) == ["m", "n", "n"]
 
 
 def test_long_stretches_are_matched_in_order():
@@ -151,10 +147,9 @@ def test_long_stretches_are_matched_in_order():
     with_temporaries = [size for pair in zip(sizes, [8192] * 3000, strict=True) for size in pair]
     ran = [OperatorStart(place, line(str(place))) for place in range(3000)]
 
-    found = matched(a_timeline(with_temporaries), (), a_timeline(sizes), (), ran)
+    found = matched(events(with_temporaries), events(sizes), ran)
 
-    # Each of both belongs to its own operator; the very first event is compared with nothing.
-    assert lines_of(found)[2:] == [str(place) for place in range(1, 3000) for _ in range(2)]
+    assert lines_of(found) == [str(place) for place in range(3000) for _ in range(2)]
 
 
 def test_where_compiled_code_ran_nothing_is_told():

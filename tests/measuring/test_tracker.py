@@ -26,8 +26,8 @@ def test_six_linears_with_gelu_by_hand():
         y.sum().backward()
 
     assert forward_bytes == 25_165_824
-    assert tracker.peak_bytes == 28_313_608
-    assert tracker.timeline().max() == 28_313_608
+    assert tracker.trace.peak_bytes == 28_313_608
+    assert tracker.trace.live.max() == 28_313_608
 
 
 def test_bytes_at_the_end_are_those_of_gradients():
@@ -37,7 +37,7 @@ def test_bytes_at_the_end_are_those_of_gradients():
         model(torch.randn(8, 512)).sum().backward()
 
     assert tracker.live_bytes == MIB + 2048
-    assert tracker.timeline()[-1] == tracker.live_bytes
+    assert tracker.trace.live[-1] == tracker.live_bytes
     model.zero_grad()
     assert tracker.live_bytes == 0
 
@@ -68,7 +68,7 @@ def test_resized_storages():
         tracker.refresh()
         assert tracker.live_bytes == 0
 
-    assert tracker.timeline().tolist() == [1024, 2048, 0]
+    assert tracker.trace.live[1:].tolist() == [1024, 2048, 0]
 
 
 def test_a_resized_storage_from_before_is_not_counted():
@@ -136,8 +136,8 @@ def test_agrees_with_the_allocator_where_kernels_have_no_temporaries():
     with StorageTracker(CPU) as tracker:
         step()
 
-    assert tracker.peak_bytes == recorder.trace.peak_bytes
-    assert tracker.live_bytes == int(recorder.trace.live_bytes()[-1])
+    assert tracker.trace.peak_bytes == recorder.trace.peak_bytes
+    assert tracker.live_bytes == int(recorder.trace.live[-1])
 
 
 def test_a_tracker_that_is_gone_is_no_trouble_for_its_storages():

@@ -174,7 +174,6 @@ def test_hidden_events_go_with_their_frees_and_their_seconds():
         ptr=np.array([1, 2, 1, 2, 3, 4, 3]),
         delta_bytes=np.array([8, 16, -8, -16, 32, 64, -32]),
         marks=tuple(TraceMark(id=i, label="", time_ns=t, position=p) for i, (t, p) in enumerate(marks)),
-        foreign_freed_bytes=None,
     )
 
     found = without_hidden(recorded, [(1, 2)])

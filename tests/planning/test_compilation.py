@@ -105,11 +105,11 @@ def test_kernels_are_measured_by_made_up_calls():
     found = measured_workspaces(graph.graph, torch.device("cpu"))
 
     # Neither the view nor what takes a result apart is run.
-    assert sorted(call.partition("(")[0] for call in found.trials.high_bytes) == [
+    assert sorted(call.partition("(")[0] for call in found.high_bytes) == [
         "aten.native_dropout.default",
         "aten.relu.default",
     ]
-    assert not found.trials.unknown
+    assert not found.unknown
     assert torch.equal(torch.get_rng_state(), before)
     (relu,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
     assert found.of(relu, 0) == x.nbytes
@@ -122,5 +122,5 @@ def test_kernels_are_not_measured_under_a_profiler():
     with torch.profiler.profile():
         found = measured_workspaces(graph.graph, torch.device("cpu"))
 
-    assert found.trials.unknown.keys() == {"all operators"}
-    assert "a profiler is active" in found.trials.unknown["all operators"]
+    assert found.unknown.keys() == {"all operators"}
+    assert "a profiler is active" in found.unknown["all operators"]

@@ -53,7 +53,7 @@ def measured_with(monkeypatch, extra):
     def run(*args, **kwargs):
         attempts.append(1)
         traced = real(*args, **kwargs)
-        return replace(traced, peak_bytes=traced.peak_bytes + extra(len(attempts)))
+        return replace(traced, trace=replace(traced.trace, slack_bytes=extra(len(attempts))))
 
     monkeypatch.setattr(fitting, "run_traced", run)
     return attempts
@@ -89,7 +89,8 @@ def test_a_peak_that_stays_above_is_an_error_after_three_more(monkeypatch):
     def run(*args, **kwargs):
         attempts.append(1)
         traced = real(*args, **kwargs)
-        return replace(traced, peak_bytes=budget + 1000 - planner.fixed_bytes)
+        more = budget + 1000 - planner.fixed_bytes - traced.peak_bytes
+        return replace(traced, trace=replace(traced.trace, slack_bytes=more))
 
     monkeypatch.setattr(fitting, "run_traced", run)
 

@@ -294,7 +294,6 @@ class OneMillisecondEach(RecordedBlock):
             ptr=nothing,
             delta_bytes=nothing,
             marks=tuple(TraceMark(id=i, label="", time_ns=i * 10**6, position=0) for i in range(self.count)),
-            foreign_freed_bytes=0,
             has_device_time=True,
         )
 

@@ -17,3 +17,16 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched
 from torchremat.tensors.versioned import Versioned
+
+
+class FlopsByOperator(FlopCounter):
+    """A counter that also has the flops of each operator by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator = {}
+
+    def _add(self, func, flops):
+        super()._add(func, flops)
+        name = str(getattr(func, "_overloadpacket", func))
+        self.by_operator[name] = self.by_operator.get(name, 0) + flops

@@ -1,7 +1,7 @@
 """Orders of a pipeline as data, what a simulated one costs, and the parts of a pipe that tests stand in for."""
 
 from torchremat.pipeline import copying, workers
-from torchremat.pipeline.balance import times
+from torchremat.pipeline.balance import costs
 from torchremat.pipeline.events import PipelineEvent, pieces
 from torchremat.pipeline.preceding import precede
 from torchremat.pipeline.prediction import costs_of, predict

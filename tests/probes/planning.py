@@ -3,7 +3,7 @@
 from torchremat._compat.inductor import partitioner_for_inductor
 from torchremat.planning import bars, fitting, profiled_step
 from torchremat.planning.compiling import partitioning
-from torchremat.planning.compiling.workspaces import measured_workspaces
+from torchremat.planning.compiling.trials import measured_workspaces
 from torchremat.planning.descriptions import held_of, plan_of
 from torchremat.planning.devices.device import MeasuredKernel, device_of
 from torchremat.planning.devices.machines import ForwardSeconds, Here

@@ -3,28 +3,26 @@
 import sys
 
 import matplotlib
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import torchremat
-from torchremat.measuring.curves import Curve, curve_of, draw
-from torchremat.measuring.timeline import timeline_of
+from torchremat.measuring.curves import draw, headed
 from torchremat.planning.staircases import Staircase, knee_of
 from torchremat.planning.staircases import draw as draw_staircases
 from torchremat.reports.plots import plot_frontiers, plot_measurements
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.steps import CurvePoint, Step
 
 
-def timeline(live_bytes, *, backward_at):
-    return timeline_of(
-        time_ns=np.arange(1, len(live_bytes) + 1) * 10**9,
-        live_bytes=np.array(live_bytes, dtype=np.int64),
-        start_ns=0,
-        backward_at=backward_at,
-        changes=[],
-    )
+def step(name, live_bytes, *, backward_at=0, before_bytes=0, budget_bytes=None):
+    """A step whose bytes jump at each second."""
+    points = [
+        CurvePoint(seconds=at, live_bytes=size, phase="backward" if at > backward_at else "forward")
+        for at, size in enumerate([before_bytes, *live_bytes])
+    ]
+    return Step(name=name, points=tuple(points), jumps=True, before_bytes=before_bytes, budget_bytes=budget_bytes)
 
 
 def small():
@@ -37,23 +35,17 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_a_measured_curve_jumps_at_each_event():
-    curve = curve_of(timeline([30, 20], backward_at=1), name="a", before_bytes=10)
+def test_a_measured_curve_jumps_at_each_event(tmp_path, figures):
+    draw([step("a", [30, 20], backward_at=1, before_bytes=10)], tmp_path / "p.png")
 
-    assert curve.seconds.tolist() == [0, 1, 1, 2, 2]
-    assert curve.live_bytes.tolist() == [10, 10, 30, 30, 20]
-    assert curve.phases == ("forward", "forward", "forward", "backward", "backward")
-
-
-def test_a_step_without_events_is_a_point():
-    curve = curve_of(timeline([], backward_at=0), name="a", before_bytes=10)
-
-    assert (curve.seconds.tolist(), curve.live_bytes.tolist(), curve.phases) == ([0], [10], ("forward",))
+    line = figures[0].axes[0].lines[0]
+    assert line.get_xdata().tolist() == [0, 1, 1, 2, 2]
+    assert line.get_ydata().tolist() == [10, 10, 30, 30, 20]
 
 
 def test_panels_share_their_scales(tmp_path, figures):
-    short = curve_of(timeline([3 * 2**20, 2**20], backward_at=1), name="short", before_bytes=0)
-    long = curve_of(timeline([2**20] * 5, backward_at=3), name="long", before_bytes=0, budget_bytes=4 * 2**20)
+    short = headed("short", step("", [3 * 2**20, 2**20], backward_at=1))
+    long = headed("long", step("", [2**20] * 5, backward_at=3, budget_bytes=4 * 2**20))
     draw([short, long], tmp_path / "p.png")
 
     left, right = figures[0].axes
@@ -69,17 +61,11 @@ def test_panels_share_their_scales(tmp_path, figures):
 
 def test_short_steps_are_in_milliseconds(tmp_path, figures):
     # Marks at 0.025 s in one panel and at 0.05 s in the next had nothing to do with each other.
-    curves = [
-        Curve(
-            name=name,
-            seconds=np.array([0.0, end]),
-            live_bytes=np.array([1, 2]),
-            phases=("forward",) * 2,
-            before_bytes=0,
-        )
+    steps = [
+        Step(name=name, points=tuple(CurvePoint(seconds=at, live_bytes=1, phase="forward") for at in (0.0, end)))
         for name, end in (("plain", 0.12), ("planned", 0.13))
     ]
-    draw(curves, tmp_path / "p.png")
+    draw(steps, tmp_path / "p.png")
 
     left, right = figures[0].axes
     assert left.get_xticks().tolist() == pytest.approx([0, 50, 100])
@@ -88,17 +74,13 @@ def test_short_steps_are_in_milliseconds(tmp_path, figures):
 
 
 def test_nothing_at_all_can_be_drawn(tmp_path):
-    empty = Curve(
-        name="empty", seconds=np.array([]), live_bytes=np.array([], dtype=np.int64), phases=(), before_bytes=0
-    )
-    draw([empty, curve_of(timeline([], backward_at=0), name="a", before_bytes=0)], tmp_path / "p.png")
+    draw([headed("nothing", Step(name="", points=())), step("a", [])], tmp_path / "p.png")
 
     assert (tmp_path / "p.png").exists()
 
 
 def test_a_measurement_draws_itself(tmp_path, figures):
-    model, step = small()
-    measured = torchremat.measure(model, step)
+    measured = torchremat.measure(*small())
     measured.plot(tmp_path / "p.png")
 
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -106,8 +88,7 @@ def test_a_measurement_draws_itself(tmp_path, figures):
 
 
 def test_a_plan_draws_plain_and_planned_side_by_side(tmp_path, figures):
-    model, step = small()
-    plan = torchremat.plan(model, step, budget="60%")
+    plan = torchremat.plan(*small(), budget="60%")
     plan.plot(str(tmp_path / "p.pdf"))
 
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
@@ -131,12 +112,11 @@ def test_a_peak_in_the_optimizers_step_is_said(tmp_path):
 
     assert plan.peak_bytes == plan.optimizer_peak_bytes > plan.step_peak_bytes
     assert "highest during the optimizer's step" in str(plan)
-    assert plan.drawn[1].peak == f"peak {format_bytes(plan.peak_bytes)} predicted, in the optimizer's step"
+    assert plan.drawn[1].name.endswith(f"\npeak {format_bytes(plan.peak_bytes)} predicted, in the optimizer's step")
 
 
 def test_measurements_are_drawn_with_their_budgets(tmp_path, figures):
-    model, step = small()
-    measured = torchremat.measure(model, step)
+    measured = torchremat.measure(*small())
     plot_measurements({"plain": measured, "half": measured}, tmp_path / "p.png", budgets={"half": 10**6})
 
     plain, half = figures[0].axes
@@ -146,7 +126,7 @@ def test_measurements_are_drawn_with_their_budgets(tmp_path, figures):
 
 def test_the_state_of_matplotlib_is_left_alone(tmp_path):
     before, backend = dict(matplotlib.rcParams), matplotlib.rcParams._get_backend_or_none()
-    draw([curve_of(timeline([1], backward_at=1), name="a", before_bytes=0)], tmp_path / "p.png")
+    draw([step("a", [1])], tmp_path / "p.png")
 
     assert dict(matplotlib.rcParams) == before
     assert matplotlib.rcParams._get_backend_or_none() == backend
@@ -156,7 +136,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(torchremat.UnsupportedError, match=r"pip install 'torchremat\[plot\]'"):
-        draw([curve_of(timeline([1], backward_at=1), name="a", before_bytes=0)], tmp_path / "p.png")
+        draw([step("a", [1])], tmp_path / "p.png")
 
 
 def test_a_plan_serves_every_budget_up_to_the_next(figures, tmp_path):
@@ -179,8 +159,8 @@ def test_a_plan_and_its_picture_agree_on_the_seconds():
     plan = torchremat.plan(*small(), budget="60%")
     plain, planned = plan.drawn
 
-    assert planned.seconds[-1] / plain.seconds[-1] == pytest.approx(plan.slowdown)
-    assert plain.seconds[-1] == pytest.approx(plan.plain_seconds)
+    assert planned.ends_s / plain.ends_s == pytest.approx(plan.slowdown)
+    assert plain.ends_s == pytest.approx(plan.plain_seconds)
 
 
 def test_floor_and_knee_are_marked(figures, tmp_path):

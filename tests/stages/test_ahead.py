@@ -57,7 +57,7 @@ def measured(module, count):
             loss.backward()
         session.close()
         marks.append(recorder.mark("end"))
-    live = [0, *recorder.trace.live_bytes().tolist()]
+    live = recorder.trace.live.tolist()
     first, second, third = (recorder.trace.marks[mark].position for mark in marks)
     return max(live[first : second + 1]), max(live[second : third + 1])
 

@@ -93,7 +93,7 @@ def measured(module, *, drops, ahead=False):
         marks.append(recorder.mark("end"))
         del ends, groups
         session.close()
-    live = [0, *recorder.trace.live_bytes().tolist()]
+    live = recorder.trace.live.tolist()
     first, second, third = (recorder.trace.marks[mark].position for mark in marks)
     return max(live[first : second + 1]), live[second], max(live[second : third + 1])
 

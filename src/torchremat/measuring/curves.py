@@ -6,7 +6,7 @@ This file only draws. All that have a curve to draw import it: `Measurement.plot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torchremat.measuring.pictures import new_figure
 from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.steps import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,29 +36,6 @@ _WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Curve:
-    """A line through points, and the phase that runs from each point to the next.
-
-    Attributes:
-        name: The heading of its panel.
-        seconds: Of each point, since the start of the step.
-        live_bytes: Of each point.
-        phases: Of each point: the phase that starts there.
-        before_bytes: Live bytes before the step.
-        budget_bytes: Drawn as a line; None without a budget.
-        peak: The peak to print below the heading; the highest of the points if not given.
-    """
-
-    name: str
-    seconds: NDArray[np.float64]
-    live_bytes: NDArray[np.int64]
-    phases: tuple[Phase, ...]
-    before_bytes: int
-    budget_bytes: int | None = None
-    peak: str = ""
-
-
 def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
     """Return the phase at an event; a recompute is distinct from the backward that it serves."""
     if not timeline.in_backward[event]:
@@ -65,39 +43,48 @@ def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
     return "recompute" if timeline.operator_at(event).recomputes else "backward"
 
 
-def curve_of(timeline: MemoryTimeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
-    """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
-
-    A recompute is distinct from the backward that it serves where the operators are known.
-    """
-    phases: list[Phase] = [phase_at(timeline, event) for event in range(len(timeline))]
-    return Curve(
-        name=name,
-        seconds=np.concatenate([[0.0], np.repeat(timeline.seconds, 2)]),
-        live_bytes=np.repeat(np.append(before_bytes, timeline.live_bytes), 2)[:-1],
-        phases=("forward", *(phase for phase in phases for _ in range(2))),
-        before_bytes=before_bytes,
-        budget_bytes=budget_bytes,
-    )
+def headed(name: str, step: Step) -> Step:
+    """Return a step with a heading for its panel: a name, and its peak."""
+    peak_bytes = 0 if step.peak is None else step.peak.live_bytes
+    return replace(step, name=f"{name}\npeak {format_bytes(peak_bytes)}")
 
 
-def draw(curves: Sequence[Curve], path: str | Path) -> None:
-    """Draw the curves side by side into an image file; its suffix sets the format.
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """A step as a line: seconds and bytes of its points, and the phase that runs from each point to the next."""
+
+    step: Step
+    seconds: NDArray[np.float64]
+    live_bytes: NDArray[np.int64]
+    phases: tuple[Phase, ...]
+
+
+def _line_of(step: Step) -> _Line:
+    times = 2 if step.jumps else 1  # a jump is two points at one time
+    seconds = np.repeat([point.seconds for point in step.points], times)[times - 1 :]
+    live_bytes = np.repeat(np.array([point.live_bytes for point in step.points], np.int64), times)[: len(seconds)]
+    phases: list[Phase] = [point.phase for point in step.points for _ in range(times)]
+    return _Line(step, seconds, live_bytes, tuple(phases[times - 1 :]))
+
+
+def draw(steps: Sequence[Step], path: str | Path) -> None:
+    """Draw the bytes of steps side by side into an image file; its suffix sets the format. Names are headings.
 
     Raises:
         UnsupportedError: matplotlib is not installed, or does not support this suffix.
     """
-    spans_s = [max(float(curve.seconds.max(initial=0.0)), 1e-9) for curve in curves]
+    lines = [_line_of(step) for step in steps]
+    spans_s = [max(step.ends_s, 1e-9) for step in steps]
     time_unit, time_scale = ("s", 1.0) if max(spans_s) >= 2 else ("ms", 1e3)
     # One scale for all panels. A panel too narrow for its heading would run into the next, so it ends after its curve.
     widths = [time_scale * max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
-    highest = max(max(int(curve.live_bytes.max(initial=1)), curve.budget_bytes or 0) for curve in curves)
+    highest = max(max(int(line.live_bytes.max(initial=1)), line.step.budget_bytes or 0) for line in lines)
     unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
     narrow, wide = _WIDTH_INCHES
-    figure = new_figure(path, width_inches=min(wide, narrow + 3.0 * (len(curves) - 1)), height_inches=_HEIGHT_INCHES)
-    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for panel, curve, width in zip(panels, curves, widths, strict=True):
-        _draw_panel(panel, curve, size, time_scale)
+    figure = new_figure(path, width_inches=min(wide, narrow + 3.0 * (len(steps) - 1)), height_inches=_HEIGHT_INCHES)
+    panels = figure.subplots(1, len(steps), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for panel, line, width in zip(panels, lines, widths, strict=True):
+        _draw_panel(panel, line, size, time_scale)
         panel.set_xlim(0, width)
         panel.set_xticks(np.arange(0, width * 1.001, _tick(max(widths))))
     panels[0].set_ylim(0, 1.04 * highest / size)
@@ -122,28 +109,27 @@ def _tick(longest: float) -> float:
     return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= longest / 5))
 
 
-def _draw_panel(panel: Axes, curve: Curve, size: int, time_scale: float) -> None:
-    """Draw one curve; `size` is the unit of the bytes, and a second has `time_scale` units of time."""
-    live, times = curve.live_bytes / size, curve.seconds * time_scale
-    panel.axhspan(0, curve.before_bytes / size, color=_BEFORE, linewidth=0, label="there before the step")
-    for phase, first, last in _runs(curve.phases):
+def _draw_panel(panel: Axes, line: _Line, size: int, time_scale: float) -> None:
+    """Draw one step; `size` is the unit of the bytes, and a second has `time_scale` units of time."""
+    step, live, times = line.step, line.live_bytes / size, line.seconds * time_scale
+    panel.axhspan(0, step.before_bytes / size, color=_BEFORE, linewidth=0, label="there before the step")
+    for phase, first, last in _runs(line.phases):
         reach = slice(first, min(last + 2, len(live)))  # up to the point where the next phase begins
         panel.fill_between(
             times[reach],
-            curve.before_bytes / size,
+            step.before_bytes / size,
             live[reach],
             color=_COLOURS[phase],
             linewidth=0,
             label=phase,
         )
     panel.plot(times, live, color=_INK, linewidth=0.6)
-    if curve.budget_bytes is not None:
-        panel.axhline(curve.budget_bytes / size, color=_BUDGET, linestyle=(0, (5, 2)), linewidth=1.5, label="budget")
+    if step.budget_bytes is not None:
+        panel.axhline(step.budget_bytes / size, color=_BUDGET, linestyle=(0, (5, 2)), linewidth=1.5, label="budget")
     panel.xaxis.set_major_formatter("{x:g}")
     panel.tick_params(colors=_INK, labelsize="small")
     panel.spines[["top", "right"]].set_visible(False)
-    peak = curve.peak or f"peak {format_bytes(int(curve.live_bytes.max(initial=0)))}"
-    panel.set_title(f"{curve.name}\n{peak}", color=_INK, fontsize="medium", loc="left")
+    panel.set_title(step.name, color=_INK, fontsize="medium", loc="left")
 
 
 def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:

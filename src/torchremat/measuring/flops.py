@@ -41,16 +41,10 @@ class FlopCounter(EagerMode):
         self.total = 0
         self.recomputed = 0
         self._is_recomputing = is_recomputing
-        self._by_operator: dict[str, int] = {}
         # Operator to formula; None for operators that do not count. An operator's first call decides.
         self._formulas: dict[_Operator, Formula | None] = {}
         # Backward of two devices runs in two threads.
         self._adding = threading.Lock()
-
-    @property
-    def by_operator(self) -> Mapping[str, int]:
-        """The flops of each operator that has any, by name (`"aten.mm"`)."""
-        return dict(self._by_operator)
 
     def __torch_dispatch__(
         self,
@@ -78,11 +72,9 @@ class FlopCounter(EagerMode):
 
     def _add(self, func: _Operator, flops: int) -> None:
         recomputing = self._is_recomputing()
-        name = str(getattr(func, "_overloadpacket", func))
         with self._adding:
             self.total += flops
             self.recomputed += flops if recomputing else 0
-            self._by_operator[name] = self._by_operator.get(name, 0) + flops
 
 
 def formula_of(func: _Operator) -> Formula | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.measuring.calls import ModuleCall
+from torchremat.measuring.modules import ModuleCall
 from torchremat.measuring.saving import RanOperator, Save
 from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
 from torchremat.regions.selective.op_info import op_info_of

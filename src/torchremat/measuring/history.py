@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchremat._compat.accelerators import Happened, accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark, live_bytes_of
 
 # NOTE [ What a device holds ]
 #
@@ -113,7 +113,7 @@ class HistoryRecorder(RecordedBlock):
         self._accelerator.synchronize(self.device)
         moments = [self._moments.get(mark, end) for mark in range(next(self._ids))]
         clock = _DeviceClock(start, [*moments, end])
-        deltas, foreign_freed_bytes = _deltas(history, self._accelerator.block_bytes)
+        deltas = _deltas(history, self._accelerator.block_bytes)
         self._trace = AllocationTrace(
             device=self.device,
             start_ns=start.wall_ns,
@@ -124,7 +124,6 @@ class HistoryRecorder(RecordedBlock):
                 TraceMark(id=mark, label=one.label, time_ns=clock.time_ns(one), position=one.position - start.position)
                 for mark, one in enumerate(moments)
             ),
-            foreign_freed_bytes=foreign_freed_bytes,
             slack_bytes=_slack_bytes(deltas, start, [*moments, end]),
             has_device_time=True,
         )
@@ -152,25 +151,15 @@ class _DeviceClock:
         return np.interp(wall_ns, self._wall_ns, self._device_ns).astype(np.int64)
 
 
-def _deltas(history: Sequence[Happened], block_bytes: int) -> tuple[NDArray[np.int64], int]:
-    """Return the bytes of each event, rounded up, and the freed bytes that were allocated before the block."""
+def _deltas(history: Sequence[Happened], block_bytes: int) -> NDArray[np.int64]:
+    """Return the bytes of each event, rounded up. A block from before knows its own size when it is freed."""
     deltas = np.array([one.delta_bytes for one in history], dtype=np.int64)
-    deltas = np.sign(deltas) * (-(-np.abs(deltas) // block_bytes) * block_bytes)
-    live: set[int] = set()
-    foreign_bytes = 0
-    for one, delta in zip(history, deltas.tolist(), strict=True):
-        if delta > 0:
-            live.add(one.ptr)
-        elif one.ptr in live:
-            live.remove(one.ptr)
-        else:
-            foreign_bytes -= delta
-    return deltas, foreign_bytes
+    return np.sign(deltas) * (-(-np.abs(deltas) // block_bytes) * block_bytes)
 
 
 def _slack_bytes(deltas: NDArray[np.int64], start: _Moment, moments: Sequence[_Moment]) -> int:
     """Return the largest excess, at any mark, of allocated over requested bytes."""
-    live = np.concatenate([np.zeros(1, np.int64), np.cumsum(deltas, dtype=np.int64)])
+    live = live_bytes_of(deltas)
     over = [one.allocated_bytes - start.allocated_bytes - live[one.position - start.position] for one in moments]
     return max(0, *map(int, over))
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchremat.measuring.freeing import StepLog, blocks_of
-from torchremat.measuring.needs import need_of
 from torchremat.measuring.packed import InStore, behind, kept_by
-from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved
+from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved, need_of
 from torchremat.measuring.saved_report import SavedReport
-from torchremat.measuring.saving import SavedPlaceholder, SaveLog, WatchedForward
+from torchremat.measuring.saving import SavedPlaceholder, SaveLog
 from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.regions.recording import Recording
 from torchremat.regions.slots import Slot
@@ -50,15 +49,14 @@ class Inventory:
     """Makes a report of a watched forward whose graph is still alive.
 
     Args:
-        run: The forward.
+        log: The log of the forward.
         savers: The operators that have saved something, by the number of the save.
     """
 
-    def __init__(self, run: WatchedForward, savers: Mapping[int, LoggedOperator]) -> None:
-        self.run = run
-        self.log: SaveLog = run.log
+    def __init__(self, log: SaveLog, savers: Mapping[int, LoggedOperator]) -> None:
+        self.log = log
         self.savers = savers
-        self.kinds: dict[int, Kind] = {number: one.kind for number, one in run.before.items()}
+        self.kinds: dict[int, Kind] = {number: one.kind for number, one in log.before.items()}
         self.stored: dict[int, int] = {}  # bytes by number; numbers of a store are negative
         self.stores: dict[int, int] = {}
         self.found: list[_FoundSave] = []
@@ -87,15 +85,15 @@ class Inventory:
             for number in one.storages:
                 sharing.setdefault(number, []).append(index)
         log = StepLog(
-            operators=tuple(self.log.rans) if not self._is_compiled else (),
+            operators=tuple(self.log.rans) if not self.log.has_compiled else (),
             saves=tuple(self.log.saves),
-            calls=tuple(self.run.calls),
-            roots=self.run.roots,
+            calls=tuple(self.log.calls.calls),
+            roots=self.log.roots,
             kept=tuple((one.storages, one.call) for one in self.found),
-            sizes=tuple(self.run.numbers.sizes),
-            before=frozenset(self.run.before),
-            parameters=frozenset(number for number, one in self.run.before.items() if one.kind == "parameter"),
-            is_compiled=self._is_compiled,
+            sizes=tuple(self.log.numbers.sizes),
+            before=frozenset(self.log.before),
+            parameters=frozenset(number for number, one in self.log.before.items() if one.kind == "parameter"),
+            is_compiled=self.log.has_compiled,
         )
         return SavedReport(
             entries=tuple(self._entry(index, one, sharing) for index, one in enumerate(self.found)),
@@ -106,13 +104,9 @@ class Inventory:
             regions=len(self.regions),
             unknown=dict(self.unknown),
             requires_grad=requires_grad,
-            is_compiled=self._is_compiled,
+            is_compiled=self.log.has_compiled,
             log=log,
         )
-
-    @property
-    def _is_compiled(self) -> bool:
-        return any(save.is_compiled for save in self.log.saves) or self.log.is_compiled
 
     # -------------------------------------------------------------------------------------------------------- saves
 
@@ -120,7 +114,7 @@ class Inventory:
         save = self.log.saves[packed.index]
         self.found.append(
             _FoundSave(
-                storages=self.run.numbers.of(packed.tensor),
+                storages=self.log.numbers.of(packed.tensor),
                 metadata=self.log.metadata[packed.index],
                 node=slot,
                 operator=self.savers.get(packed.index),
@@ -159,7 +153,7 @@ class Inventory:
                 self.kinds[number] = "stored"
                 self._place(slot, words, (number,), one.metadata)
             else:
-                self._place(slot, words, self.run.numbers.of(one), metadata_of(one), version_of(one))
+                self._place(slot, words, self.log.numbers.of(one), metadata_of(one), version_of(one))
 
     def _add_region(self, recording: Recording) -> None:
         if id(recording) in self.regions:
@@ -214,7 +208,7 @@ class Inventory:
         )
 
     def _storage(self, number: int, saves: list[int]) -> KeptStorage:
-        device = str(self.run.numbers.devices[number]) if number >= 0 else ""
+        device = str(self.log.numbers.devices[number]) if number >= 0 else ""
         return KeptStorage(
             number=number, size=self._size(number), kind=self._kind(number), device=device, saves=tuple(saves)
         )
@@ -223,7 +217,7 @@ class Inventory:
         return self.kinds.get(number, "saved")
 
     def _size(self, number: int) -> int:
-        return self.run.numbers.sizes[number] if number >= 0 else self.stored[number]
+        return self.log.numbers.sizes[number] if number >= 0 else self.stored[number]
 
     # -------------------------------------------------------------------------------------------------------- copies
 
@@ -251,7 +245,7 @@ class Inventory:
 
     def _is_at(self, number: int, version: int, sharing: Mapping[int, list[int]]) -> bool:
         """Return whether a storage is kept and unchanged since a version."""
-        before = self.run.before.get(number)
+        before = self.log.before.get(number)
         if before is not None:
             return version_of(before.tensor) == version
         return number in sharing and all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -12,8 +11,8 @@ from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.inventory import Inventory
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.saved_report import SavedReport
-from torchremat.measuring.saving import WatchedForward, watched
-from torchremat.measuring.step import loss_of
+from torchremat.measuring.saving import SaveLog, watched
+from torchremat.measuring.step import found_loss, loss_of
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.regions.abandoning import abandon
 from torchremat.regions.diagnosis.operators import LoggedOperator
@@ -43,12 +42,12 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
         UnsupportedError: The step runs a transform of `torch.func` that refuses saved-tensor hooks.
     """
     subject = subject_of(*model_and_step(model, step), None)
-    with watched(subject, operators=True) as run:
-        if not run.log.is_compiled:
-            return _report(run, run.log.savers)
+    with watched(subject, operators=True) as log:
+        if not log.is_compiled:
+            return _report(log, log.savers)
         eager = [
-            (save_metadata, run.log.savers.get(index))
-            for index, (save, save_metadata) in enumerate(zip(run.log.saves, run.log.metadata, strict=True))
+            (save_metadata, log.savers.get(index))
+            for index, (save, save_metadata) in enumerate(zip(log.saves, log.metadata, strict=True))
             if not save.is_compiled
         ]
     with subject.untouched():
@@ -61,49 +60,43 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
 
 def _compiled_report(subject: Subject, eager: list[tuple[Metadata, LoggedOperator | None]]) -> SavedReport:
     """Return the report of a run with compiled code; operators outside of compiled code come from another run."""
-    with watched(subject, operators=False) as run:
-        outside = [index for index, save in enumerate(run.log.saves) if not save.is_compiled]
-        if [run.log.metadata[index] for index in outside] != [metadata for metadata, _ in eager]:
+    with watched(subject, operators=False) as log:
+        outside = [index for index, save in enumerate(log.saves) if not save.is_compiled]
+        if [log.metadata[index] for index in outside] != [metadata for metadata, _ in eager]:
             raise StepError(
                 f"the step saves {len(outside)} tensors outside of compiled code, and {len(eager)}, or others, when it "
                 "runs again. A report needs a step that does the same each time."
             )
         savers = {index: saver for index, (_, saver) in zip(outside, eager, strict=True) if saver is not None}
-        return _report(run, savers)
+        return _report(log, savers)
 
 
 def _root(result: object) -> Tensor | None:
     """Return the loss, or None if it does not require grad."""
-    loss = result
-    if isinstance(result, Mapping):
-        loss = cast("Mapping[object, object]", result).get("loss")
-    elif not isinstance(result, Tensor):
-        loss = getattr(result, "loss", None)
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        return None
-    return loss_of(result)
+    loss = found_loss(result)
+    return None if isinstance(loss, Tensor) and not loss.requires_grad else loss_of(result)
 
 
-def _report(run: WatchedForward, savers: Mapping[int, LoggedOperator]) -> SavedReport:
-    root = _root(run.take_result())
-    report = report_of(run, savers, [] if root is None else [root])
-    if run.log.unpacks and not (report.entries or report.regions or report.unknown):
+def _report(log: SaveLog, savers: Mapping[int, LoggedOperator]) -> SavedReport:
+    root = _root(log.take_result())
+    report = report_of(log, savers, [] if root is None else [root])
+    if log.unpacks and not (report.entries or report.regions or report.unknown):
         raise StepError(
             "the step has run backward itself, so nothing is kept any more. Return the loss without calling backward."
         )
     return report
 
 
-def report_of(run: WatchedForward, savers: Mapping[int, LoggedOperator], roots: Sequence[Tensor]) -> SavedReport:
+def report_of(log: SaveLog, savers: Mapping[int, LoggedOperator], roots: Sequence[Tensor]) -> SavedReport:
     """Return the report of a watched forward; no backward can go through its regions afterwards.
 
     Args:
-        run: The forward; the caller must hold no more of its result than a training step does.
+        log: The log of the forward; the caller must hold no more of its result than a training step does.
         savers: The operators that have saved something, by the number of the save, where known.
         roots: The tensors that backward starts from.
     """
-    alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
+    alive = {one.index: one for packed in log.packed if (one := packed()) is not None}
     slots = [slot for node in nodes_of(roots) for slot in slots_of(node)]
-    report = Inventory(run, savers).report(alive, slots, requires_grad=bool(roots))
+    report = Inventory(log, savers).report(alive, slots, requires_grad=bool(roots))
     abandon(roots)
     return report

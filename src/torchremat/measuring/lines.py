@@ -19,10 +19,11 @@ import torch
 
 from torchremat._compat.autograd import current_node
 from torchremat._compat.compiled_code import runs_compiled_code
-from torchremat._compat.modes import EagerMode, sequence_number
+from torchremat._compat.modes import sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, ModuleChange, OperatorLine
+from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, OperatorLine, StepEvents
+from torchremat.measuring.tracker import StorageTracker
 
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
@@ -41,11 +42,11 @@ class OperatorStart:
     what: OperatorLine
 
 
-class OperatorLines(EagerMode):
-    """Notes the operators that run while it is entered; enter it last, so that its events are counted in it.
+class OperatorLines(StorageTracker):
+    """A tracker that notes the operators too.
 
     Args:
-        position: Returns the number of events so far.
+        device: The device.
         is_recomputing: Returns whether backward runs a piece of forward.
 
     Attributes:
@@ -53,11 +54,10 @@ class OperatorLines(EagerMode):
         is_compiled: Whether compiled code ran, eagerly here: its operators differ from other runs'.
     """
 
-    def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, is_recomputing: Callable[[], bool]) -> None:
+        super().__init__(device)
         self.ran: list[OperatorStart] = []
         self.is_compiled = False
-        self._position = position
         self._is_recomputing = is_recomputing
         self._by_node: dict[int, str] = {}
         self._shown: dict[tuple[str, int], str] = {}
@@ -71,8 +71,9 @@ class OperatorLines(EagerMode):
     ) -> object:
         # The operators of `backward` before its first node are not a recompute.
         recomputes = self._is_recomputing() and current_node() is not None
-        self.ran.append(OperatorStart(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
-        return func(*args, **(kwargs or {}))
+        what = OperatorLine(str(func), self._line(recomputes), recomputes)
+        self.ran.append(OperatorStart(len(self._events), what))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _line(self, recomputes: bool) -> str:
         node = current_node()
@@ -92,45 +93,38 @@ class OperatorLines(EagerMode):
         return line
 
 
-def noted(timeline: MemoryTimeline, ran: Sequence[OperatorStart]) -> MemoryTimeline:
+def noted(events: StepEvents, ran: Sequence[OperatorStart]) -> MemoryTimeline:
     """Return the timeline of the same run with the noted operators."""
+    timeline = events.timeline()
     if not ran:
         return timeline
     starts = [one.position for one in ran]
     return _with(timeline, [bisect_right(starts, event) - 1 for event in range(len(timeline))], ran)
 
 
-def matched(
-    timeline: MemoryTimeline,
-    changes: Sequence[ModuleChange],
-    other: MemoryTimeline,
-    other_changes: Sequence[ModuleChange],
-    ran: Sequence[OperatorStart],
-) -> MemoryTimeline:
-    """Return a timeline with the operators noted in another run of the same step.
+def matched(events: StepEvents, other: StepEvents, ran: Sequence[OperatorStart]) -> MemoryTimeline:
+    """Return the timeline of a run with the operators noted in another run of the same step.
 
     Without operators where the two runs call modules differently, as where compiled code ran.
     """
-    if not ran or [one.module for one in changes] != [one.module for one in other_changes]:
+    timeline = events.timeline()
+    if not ran or [one.label for one in events.changes] != [one.label for one in other.changes]:
         return timeline
     starts = [one.position for one in ran]
-    sizes, other_sizes = _deltas(timeline), _deltas(other)
+    sizes, other_sizes = (_rounded(one.trace.delta_bytes.tolist()) for one in (events, other))
     found: list[int] = []
-    for (first, last), (other_first, other_last) in zip(
-        _stretches(changes, len(timeline)), _stretches(other_changes, len(other)), strict=True
-    ):
+    for (first, last), (other_first, other_last) in zip(_stretches(events), _stretches(other), strict=True):
         operators = [bisect_right(starts, event) - 1 for event in range(other_first, other_last)]
         found += _matched(sizes[first:last], other_sizes[other_first:other_last], operators)
     return _with(timeline, found, ran)
 
 
-def _stretches(changes: Sequence[ModuleChange], events: int) -> list[tuple[int, int]]:
-    return list(pairwise([0, *(min(one.position, events) for one in changes), events]))
+def _stretches(events: StepEvents) -> list[tuple[int, int]]:
+    count = len(events.trace.ptr)
+    return list(pairwise([0, *(min(one.position, count) for one in events.changes), count]))
 
 
-def _deltas(timeline: MemoryTimeline) -> list[int]:
-    # Bytes from before the step do not matter: the first event is compared with nothing.
-    deltas = np.diff(timeline.live_bytes, prepend=timeline.live_bytes[:1]).tolist()
+def _rounded(deltas: list[int]) -> list[int]:
     return [delta if delta <= 0 else -(-delta // _ROUNDED_BYTES) * _ROUNDED_BYTES for delta in deltas]
 
 

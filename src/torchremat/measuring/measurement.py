@@ -22,7 +22,7 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.arguments import Step, model_and_step, model_first
-from torchremat.measuring.curves import curve_of, draw
+from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
 from torchremat.measuring.measured_page import page_of, step_of
@@ -71,7 +71,7 @@ class Measurement(MeasurementData, ViewedOverTime):
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
+        draw([headed(f"measured on {self.device}", step_of(self))], path)
 
     def _page(self) -> Page:
         return page_of(self)
@@ -133,13 +133,10 @@ def measure(
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
         plain = run_plain(subject, place)
     source: Source = "tracker" if traced is None else "allocator"
-    timeline = (
-        noted(counted.timeline, counted.ran)
-        if traced is None
-        else matched(traced.timeline, traced.changes, counted.timeline, counted.changes, counted.ran)
-    )
+    seen, ran = counted.events, counted.ran
+    timeline = noted(seen, ran) if traced is None else matched(traced, seen, ran)
     slack_bytes = 0
-    peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
+    peak_bytes, kept_bytes = (traced or seen).peak_bytes, (traced or seen).kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:
         source, peak_bytes, kept_bytes = "cuda", plain.peak_bytes, plain.kept_bytes
         slack_bytes = 0 if traced is None else max(0, plain.peak_bytes - traced.peak_bytes)
@@ -148,8 +145,8 @@ def measure(
         source=source,
         peak_bytes=before.total_bytes + peak_bytes,
         kept_bytes=kept_bytes,
-        tracker_peak_bytes=before.total_bytes + counted.peak_bytes,
-        tracker_kept_bytes=counted.kept_bytes,
+        tracker_peak_bytes=before.total_bytes + seen.peak_bytes,
+        tracker_kept_bytes=seen.kept_bytes,
         parameter_bytes=before.parameter_bytes,
         gradient_bytes=before.gradient_bytes,
         buffer_bytes=before.buffer_bytes,

@@ -1,8 +1,8 @@
-"""`module_stack`: the running module at any time of a step.
+"""`module_stack` and `module_calls`: the running module at any time of a step, and the calls of modules, nested.
 
-In forward (and in a recompute) it is the module whose call is innermost. In backward no module runs; there it is the
-module whose output received its gradient last: the running nodes are its own until the next module's output receives
-one.
+In forward (and in a recompute) the running module is the one whose call is innermost. In backward no module runs; there
+it is the module whose output received its gradient last: the running nodes are its own until the next module's output
+receives one.
 
 Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, the
 inside of scripted and compiled modules, and modules compiled in place (`module.compile()`), whose hooks would be
@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,8 +23,9 @@ from torch import nn
 
 from torchremat._compat.compiled_code import is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
-from torchremat.measuring.storages import tensors_in
+from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.patches import is_generator
+from torchremat.tensors.structure import tensors_in
 
 OUTSIDE = ""
 _NODE_KEY = "torchremat.module"
@@ -40,11 +43,21 @@ class ModuleStack:
         """The name of the running module; the root has its class name, and outside all modules the name is empty."""
         return self._thread.running[-1] if self._thread.running else self._thread.backward
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, given: object) -> None:
         self._thread.running.append(name)
         self._on_change(name)
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, name: str, output: object) -> None:
+        for tensor in tensors_in(output):
+            node = tensor.grad_fn
+            if node is None:
+                continue
+            metadata = cast(dict[str, object], node.metadata)  # a property; torch's types say a method
+            # The innermost module that returned this tensor hooks its node first, and keeps it. A hook of a node,
+            # unlike a full backward hook of the module, puts nothing into the graph.
+            if _NODE_KEY not in metadata:
+                metadata[_NODE_KEY] = name
+                node.register_prehook(partial(self._gradient_arrived, name))
         running = self._thread.running
         # Not just the last: torch runs no hook of a module that a BaseException leaves, and early stop is one.
         if name in running:
@@ -52,7 +65,7 @@ class ModuleStack:
                 pass
         self._on_change(self.current)
 
-    def _gradient_arrived(self, name: str) -> None:
+    def _gradient_arrived(self, name: str, gradients: object) -> None:
         self._thread.running.clear()  # left over from an early stop, as above
         self._thread.backward = name
         self._on_change(name)
@@ -78,20 +91,96 @@ def module_stack(
         models: The model, or several. A module with two names has the first.
         on_change: Called with the name of the module that runs from now on.
     """
-    roots = [models] if isinstance(models, nn.Module) else list(models)
-    names: dict[nn.Module, str] = {}
-    for root in roots:
-        for name, module in visible_modules(root):
-            if not is_compiled_in_place(module):
-                names.setdefault(module, name or type(root).__name__)
     stack = ModuleStack(on_change)
-    with ExitStack() as hooks:
-        for module, name in names.items():
-            enter, leave = _hooks(stack, name)
-            # First in, last out: other hooks of the module run inside its own turn.
-            hooks.callback(module.register_forward_pre_hook(only_watches(enter), prepend=True).remove)
-            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+    with _hooked([models] if isinstance(models, nn.Module) else models, stack._enter, stack._leave):
         yield stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: The module's name; for the model itself the name of its class.
+        parent: The number of the call that made it; None if the step did.
+        inputs: The storages of its positional and keyword arguments.
+        has_grad: Whether grad mode was on.
+    """
+
+    name: str
+    parent: int | None
+    inputs: tuple[int, ...]
+    has_grad: bool
+
+
+class ModuleCalls:
+    """The calls so far in the thread of the block. Made by `module_calls`.
+
+    Attributes:
+        calls: In the order in which they began.
+    """
+
+    def __init__(self, numbers: StorageNumbers) -> None:
+        self.calls: list[ModuleCall] = []
+        self._numbers = numbers
+        self._open: list[int] = []
+        self._thread = threading.get_ident()
+
+    @property
+    def current(self) -> int | None:
+        """The number of the innermost call that runs now; None outside of all."""
+        return self._open[-1] if self._open else None
+
+    def _enter(self, name: str, given: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        inputs = self._numbers.of(tensors_in(given))
+        call = ModuleCall(name=name, parent=self.current, inputs=inputs, has_grad=torch.is_grad_enabled())
+        self._open.append(len(self.calls))
+        self.calls.append(call)
+
+    def _leave(self, name: str, output: object) -> None:
+        # Not just the last, as in `ModuleStack`.
+        while threading.get_ident() == self._thread and self._open and self.calls[self._open.pop()].name != name:
+            pass
+
+
+@contextmanager
+def module_calls(models: Iterable[nn.Module], numbers: StorageNumbers) -> Generator[ModuleCalls]:
+    """Follow the calls of the modules of `models` during the block, through hooks that are removed afterwards."""
+    calls = ModuleCalls(numbers)
+    with _hooked(models, calls._enter, calls._leave):
+        yield calls
+
+
+@contextmanager
+def _hooked(
+    models: Iterable[nn.Module], enter: Callable[[str, object], None], leave: Callable[[str, object], None]
+) -> Generator[None]:
+    """Call `enter` with the name and the arguments of each call of a module, and `leave` with its name and output."""
+
+    def hooks(name: str) -> tuple[Callable[[object, object, object], None], Callable[[object, object, object], None]]:
+        return lambda _, args, kwargs: enter(name, (args, kwargs)), lambda _, args, output: leave(name, output)
+
+    with ExitStack() as stack:
+        for module, name in names_of(models).items():
+            if is_compiled_in_place(module):
+                continue
+            before, after = hooks(name)
+            # First in, last out: other hooks of the module run inside its own turn.
+            handle = module.register_forward_pre_hook(only_watches(before), prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Return the visible modules, each with its first name; the model itself is named after its class."""
+    names: dict[nn.Module, str] = {}
+    for model in models:
+        for name, module in visible_modules(model):
+            names.setdefault(module, name or type(model).__name__)
+    return names
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -113,28 +202,3 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def has_compiled(model: nn.Module) -> bool:
     """Return whether a module of the model is compiled."""
     return any(map(is_compiled, model.modules()))
-
-
-def _hooks(
-    stack: ModuleStack, name: str
-) -> tuple[Callable[[nn.Module, object], None], Callable[[nn.Module, object, object], None]]:
-    def enter(module: nn.Module, args: object) -> None:
-        stack._enter(name)
-
-    def gradient_arrived(gradients: object) -> None:
-        stack._gradient_arrived(name)
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        for tensor in tensors_in(output):
-            node = tensor.grad_fn
-            if node is None:
-                continue
-            metadata = cast(dict[str, object], node.metadata)  # a property; torch's types say a method
-            # The innermost module that returned this tensor hooks its node first, and keeps it. A hook of a node,
-            # unlike a full backward hook of the module, puts nothing into the graph.
-            if _NODE_KEY not in metadata:
-                metadata[_NODE_KEY] = name
-                node.register_prehook(gradient_arrived)
-        stack._leave(name)
-
-    return enter, leave

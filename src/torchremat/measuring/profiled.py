@@ -97,15 +97,7 @@ class ProfilerRecorder(RecordedBlock):
             TraceMark(id=mark, label=label, time_ns=time_ns, position=position)
             for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
         ]
-        self._trace = AllocationTrace(
-            device=self.device,
-            start_ns=start_ns,
-            time_ns=times,
-            ptr=columns[:, 1],
-            delta_bytes=columns[:, 2],
-            marks=tuple(marks),
-            foreign_freed_bytes=None,
-        )
+        self._trace = AllocationTrace.of(self.device, columns, marks, start_ns=start_ns)
 
 
 # Held while a block is recorded. torch crashes if a second thread starts a profiler, and reports the first one only in

@@ -6,11 +6,10 @@ Every run begins with the same gradients (zeros), buffers and generators, and en
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.holding import used_up
 from torchremat.measuring.lines import OperatorLines, OperatorStart
 from torchremat.measuring.modules import has_compiled, module_stack
 from torchremat.measuring.optimizers import with_wrapped
@@ -33,9 +31,10 @@ from torchremat.measuring.step import (
     holdings_of,
     loss_of,
     run_backward,
+    used_up,
 )
 from torchremat.measuring.threads import OwnThread
-from torchremat.measuring.timeline import MemoryTimeline, ModuleChange, timeline_of
+from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
 from torchremat.measuring.writes import Known
@@ -198,31 +197,13 @@ def subject_of(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counted:
-    """Results of the counted run; bytes count storages, without the bytes before the step."""
+    """Results of the counted run, whose events are those of storages."""
 
     before: BytesBefore
-    peak_bytes: int
-    kept_bytes: int
+    events: StepEvents
     flops: int
     recomputed_flops: int
-    timeline: MemoryTimeline
-    changes: tuple[ModuleChange, ...]
     ran: tuple[OperatorStart, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Traced:
-    """Results of the traced run; bytes are the allocator's, without the bytes before the step and without its slack."""
-
-    peak_bytes: int
-    kept_bytes: int
-    slack_bytes: int
-    timeline: MemoryTimeline
-    changes: tuple[ModuleChange, ...]
-
-    def peak_beyond(self, before: BytesBefore) -> int:
-        """Return the peak with the part of the slack that is not in `before`."""
-        return self.peak_bytes + max(0, self.slack_bytes - before.slack_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,80 +246,53 @@ class _Phase:
 
 def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
     """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
-    phase, tracker, changes = _Phase(), StorageTracker(device), list[ModuleChange]()
-    counter, own = FlopCounter(phase.is_recomputing), OwnThread()
-    noting = OperatorLines(lambda: tracker.events, phase.is_recomputing)
-
-    def changed(module: str) -> None:
-        own.note(module)
-        changes.append(ModuleChange(position=tracker.events, module=module))
-
+    phase = _Phase()
+    noting = OperatorLines(device, phase.is_recomputing) if lines else None
+    tracker, counter, own = noting or StorageTracker(device), FlopCounter(phase.is_recomputing), OwnThread()
     with subject.untouched():
         before = subject.before(device)
-        with module_stack(subject.models, changed), tracker, counter, noting if lines else nullcontext():
-            start_ns = time.perf_counter_ns()
+        with module_stack(subject.models, partial(_changed, own, tracker.mark)), tracker, counter:
+            start = tracker.mark("start")
             loss = subject.forward()
             tracker.refresh()
-            kept_bytes, backward_at = tracker.live_bytes, tracker.events
+            backward = tracker.mark("end of forward")
             phase.begin_backward()
             run_backward(loss)
             tracker.refresh()
             # Before the gradients of the run are freed: those frees are not the step's events.
-            timeline = timeline_of(
-                time_ns=tracker.times_ns(),
-                live_bytes=tracker.timeline() + before.total_bytes,
-                start_ns=start_ns,
-                backward_at=backward_at,
-                changes=changes,
-            )
+            trace = tracker.trace
     own.check(device)
+    is_eager = noting is not None and not (noting.is_compiled or any(map(has_compiled, subject.models)))
     return Counted(
         before=before,
-        peak_bytes=tracker.peak_bytes,
-        kept_bytes=kept_bytes,
+        events=StepEvents(trace=trace, start=start, backward=backward, before_bytes=before.total_bytes),
         flops=counter.total,
         recomputed_flops=counter.recomputed,
-        timeline=timeline,
-        changes=tuple(changes),
-        ran=() if noting.is_compiled or any(map(has_compiled, subject.models)) else tuple(noting.ran),
+        ran=tuple(noting.ran) if noting is not None and is_eager else (),
     )
 
 
-def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> Traced:
+def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> StepEvents:
     """Run the step under the allocator's events; `before_bytes` are added to the timeline's bytes."""
     own = OwnThread()
-
-    def changed(module: str) -> None:
-        own.note(module)
-        recorder.mark(module)
-
     with subject.untouched():
-        with record_allocations(device) as recorder, module_stack(subject.models, changed):
+        with (
+            record_allocations(device) as recorder,
+            module_stack(subject.models, partial(_changed, own, recorder.mark)),
+        ):
             start = recorder.mark("start")
             loss = subject.forward()
-            forward_end = recorder.mark("end of forward")
+            backward = recorder.mark("end of forward")
             run_backward(loss)
         trace = recorder.trace
         del loss
     own.check(device)
-    changes = [
-        ModuleChange(position=mark.position, module=mark.label)
-        for mark in sorted(trace.marks, key=lambda mark: mark.position)
-        if mark.id not in (start, forward_end)
-    ]
-    return Traced(
-        peak_bytes=trace.peak_bytes,
-        kept_bytes=trace.live_bytes_at(forward_end),
-        slack_bytes=trace.slack_bytes,
-        timeline=timeline_of(
-            time_ns=trace.time_ns,
-            live_bytes=trace.live_bytes() + before_bytes,
-            start_ns=trace.marks[start].time_ns,
-            backward_at=trace.marks[forward_end].position,
-            changes=changes,
-        ),
-        changes=tuple(changes),
-    )
+    return StepEvents(trace=trace, start=start, backward=backward, before_bytes=before_bytes)
+
+
+def _changed(own: OwnThread, mark: Callable[[str], int], module: str) -> None:
+    own.note(module)
+    mark(module)
 
 
 def run_plain(subject: Subject, device: torch.device) -> Plain:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from torchremat.measuring.freeing import Freed, StepLog, freed
-from torchremat.measuring.needs import Need
 from torchremat.policies import (
     everything_saved,
     nothing_saved,
@@ -20,6 +21,7 @@ from torchremat.policies import (
     save_matmuls,
     save_unbatched_matmuls,
 )
+from torchremat.stores.slots import NEEDS, Shape
 
 # Policies that need no argument.
 _POLICIES = (
@@ -31,6 +33,7 @@ _POLICIES = (
     everything_saved,
 )
 
+Need = Literal["shape", "mask"]
 Kind = Literal["saved", "parameter", "buffer", "input", "stored"]
 
 
@@ -226,3 +229,11 @@ class SavedData:
         if self.is_compiled or not self.blocks:
             return {}
         return {repr(policy): self.freed_by(policy) for policy in _POLICIES}
+
+
+def need_of(node: str, slot: str, dtype: torch.dtype) -> Need | None:
+    """Return the lesser need that suffices for a saved tensor; None if backward needs its values."""
+    need = NEEDS.get(node, {}).get(slot)
+    if isinstance(need, Shape):
+        return "shape"
+    return "mask" if need is not None or dtype == torch.bool else None

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchremat.measuring.saved_data import SavedData
-from torchremat.measuring.saved_page import page_of
-from torchremat.measuring.saved_text import described
+from torchremat.measuring.saved_text import described, summary_rows, tables_of
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Page
+from torchremat.views.page import Fact, Page
+from torchremat.views.tree_chart import tree_chart
 from torchremat.views.viewed import Viewed
 
 
@@ -65,7 +65,7 @@ class SavedReport(SavedData, Viewed):
         return described(self, top)
 
     def _page(self) -> Page:
-        return page_of(self)
+        return _page_of(self)
 
     def __repr__(self) -> str:
         storages = sum(one.kind == "saved" for one in self.storages.values())
@@ -77,3 +77,20 @@ class SavedReport(SavedData, Viewed):
 
 def _listed(found: dict[str, object]) -> dict[str, object]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+def _page_of(report: SavedData) -> Page:
+    """Return the page of a report."""
+    title = f"What autograd keeps: {format_bytes(report.saved_bytes)}"
+    if not report.requires_grad:
+        return Page(title=title, facts=(Fact(name="saved", value="nothing", note="the loss does not require grad"),))
+    named = {name: size for name, size in report.by_module().items() if size}
+    chart = tree_chart(
+        named, root="the model", title="By module", note="A box is a module, as large as what is saved in it."
+    )
+    return Page(
+        title=title,
+        facts=tuple(Fact(name=name.strip(), value=value, note=note) for name, value, note in summary_rows(report)),
+        charts=(chart,) if named else (),
+        tables=tuple(tables_of(report)),
+    )

@@ -1,11 +1,13 @@
-"""A report of saved tensors as text."""
+"""A report of saved tensors as tables, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from torchremat.measuring.saved_data import KeptStorage, Kind, Saved, SavedData
+from torchremat.measuring.measured_page import OUTSIDE
+from torchremat.measuring.saved_data import Kind, SavedData
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.page import Table, TableCell, TableRow, size_cell
 
 _WIDEST = 44  # width of a cell; the end of a path says more than its beginning
 
@@ -14,8 +16,9 @@ def described(report: SavedData, top: int) -> str:
     """Return a report as text, with the `top` largest of each kind of row."""
     if not report.requires_grad:
         return "The loss does not require grad: autograd keeps nothing for it."
-    parts = ["\n".join(_summary(report)), *_tables(report, top)]
-    return "\n\n".join(parts)
+    # Of policies all are shown, as they are few and their order matters.
+    tables = [_shown(one, len(one.rows) if one.title == "Policies" else top) for one in tables_of(report)]
+    return "\n\n".join(["\n".join(_summary(report)), *tables])
 
 
 def summary_rows(report: SavedData) -> list[tuple[str, str, str]]:
@@ -68,100 +71,103 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _tables(report: SavedData, top: int) -> list[str]:
-    found = [_table(["bytes", "saved for", "operator", "module", "at", "tensor"], _storage_rows(report), top)]
-    for name, totals in (
-        ("node", report.by_operator()),
-        ("module", report.by_module()),
-        ("line", report.by_line()),
-        ("dtype", report.by_dtype()),
-    ):
-        found.append(_table(["bytes", "share", name], _total_rows(totals, report.saved_bytes, name), top))
-    if report.copies:
-        found.append(_table(["bytes", "copy", "of", "made by", "at"], _copy_rows(report), top))
-    if report.blocks:
-        found.append(_table(["frees", "keeps", "as a region"], _block_rows(report), top))
-        # All of them, as they are few and their order matters.
-        found.append(_table(["frees", "still kept", "these as regions with the policy"], _policy_rows(report), 99))
-    return [one for one in found if one]
+def tables_of(report: SavedData) -> list[Table]:
+    """Return the tables of a report, each with the rows of most bytes first; without empty ones."""
+    found = [
+        _storages(report),
+        _totals("Operators", "node", report.by_operator(), report.saved_bytes),
+        _totals("Modules", "module", report.by_module(), report.saved_bytes),
+        _totals("Lines", "line", report.by_line(), report.saved_bytes),
+        _totals("Dtypes", "dtype", report.by_dtype(), report.saved_bytes),
+        _copies(report),
+        _blocks(report),
+        _policies(report),
+    ]
+    return [one for one in found if one.rows]
 
 
-def storage_rows(report: SavedData) -> list[tuple[KeptStorage, Saved]]:
-    """Return each storage that only autograd keeps alive, with its first save, the largest first."""
-    found = sorted(report.storages.values(), key=lambda one: -one.size)
-    return [(one, report.entries[one.saves[0]]) for one in found if one.kind in ("saved", "stored")]
-
-
-def _storage_rows(report: SavedData) -> list[list[str]]:
-    rows: list[list[str]] = []
-    for one, first in storage_rows(report):
-        more = f" +{len(one.saves) - 1}" if len(one.saves) > 1 else ""
-        function = f" of F.{first.function}" if first.function else ""
-        rows.append(
-            [
-                format_bytes(one.size) + (" stored" if one.kind == "stored" else ""),
-                first.place + more,
-                first.operator + function,
-                first.module,
-                first.source,
-                f"{first.dtype}{list(first.shape)}",
-            ]
+def _storages(report: SavedData) -> Table:
+    rows: list[TableRow] = []
+    for one in sorted(report.storages.values(), key=lambda one: -one.size):
+        if one.kind not in ("saved", "stored"):
+            continue
+        first = report.entries[one.saves[0]]
+        told = (
+            first.place + (f" +{len(one.saves) - 1}" if len(one.saves) > 1 else ""),
+            first.operator + (f" of F.{first.function}" if first.function else ""),
+            first.module,
+            first.source,
+            f"{first.dtype}{list(first.shape)}",
         )
-    return rows
+        size = TableCell(format_bytes(one.size) + (" stored" if one.kind == "stored" else ""), one.size)
+        rows.append(TableRow(cells=(size, *map(TableCell, told)), key=first.module))
+    return Table(
+        title="Tensors",
+        columns=("bytes", "saved for", "operator", "module", "at", "tensor"),
+        rows=tuple(rows),
+        note="Each storage once, with the first save of it; +1 means that another save shares it.",
+    )
 
 
-def _total_rows(totals: Mapping[str, int], whole: int, of: str) -> list[list[str]]:
-    nameless = {"module": "(outside of all)", "line": "(not in code of yours)"}
-    return [
-        [format_bytes(size), f"{size / whole:.0%}", name or nameless.get(of, "")]
+def _totals(title: str, of: str, totals: Mapping[str, int], whole: int) -> Table:
+    nameless = {"module": OUTSIDE, "line": "(not in code of yours)"}
+    rows = tuple(
+        TableRow(
+            cells=(size_cell(size), TableCell(f"{size / whole:.0%}", size), TableCell(name or nameless.get(of, ""))),
+            key=name if of == "module" else "",
+            share=size / whole,
+        )
         for name, size in totals.items()
         if size and whole
-    ]
+    )
+    return Table(title=title, columns=("bytes", "share", of), rows=rows)
 
 
-def _copy_rows(report: SavedData) -> list[list[str]]:
-    rows: list[list[str]] = []
+def _copies(report: SavedData) -> Table:
+    rows: list[TableRow] = []
     for one in sorted(report.copies, key=lambda one: -one.freed_bytes):
         kept = report.storages.get(one.source)
         source = report.entries[kept.saves[0]].place if kept is not None and one.source_kind == "saved" else ""
         copy = report.entries[report.storages[one.storage].saves[0]]
-        rows.append(
-            [format_bytes(one.freed_bytes), copy.place, source or f"a {one.source_kind}", one.operator, one.where]
-        )
-    return rows
+        told = copy.place, source or f"a {one.source_kind}", one.operator, one.where
+        rows.append(TableRow(cells=(size_cell(one.freed_bytes), *map(TableCell, told))))
+    return Table(title="Copies", columns=("bytes", "copy", "of", "made by", "at"), rows=tuple(rows))
 
 
-def _block_rows(report: SavedData) -> list[list[str]]:
-    """Return a row for each block: the bytes that it frees as a region, and the bytes that the region keeps."""
-    rows: list[list[str]] = []
-    for name in report.blocks:
-        one = report.freed_by(blocks=[name])
-        rows.append([format_bytes(one.freed_bytes), format_bytes(one.input_bytes), name])
-    if len(report.blocks) > 1:
-        every = report.freed_by()
-        rows.insert(0, [format_bytes(every.freed_bytes), format_bytes(every.input_bytes), f"all {len(rows)} of these"])
-    return rows
+def _blocks(report: SavedData) -> Table:
+    found = [(name, report.freed_by(blocks=[name])) for name in report.blocks]
+    if len(found) > 1:
+        found.insert(0, (f"all {len(found)} of these", report.freed_by()))
+    return Table(
+        title="Blocks as regions",
+        columns=("frees", "keeps", "as a region"),
+        rows=tuple(_row_of(name, one.freed_bytes, one.input_bytes) for name, one in found),
+        note="What a recompute of the block would free, and what the region would hold for it.",
+    )
 
 
-def _policy_rows(report: SavedData) -> list[list[str]]:
-    """Return a row for each policy of the library: the bytes that it frees in the blocks, and that these keep."""
-    return [
-        [format_bytes(one.freed_bytes), format_bytes(one.kept_bytes), name]
-        for name, one in report.freed_by_policies().items()
-    ]
+def _policies(report: SavedData) -> Table:
+    found = report.freed_by_policies().items()
+    return Table(
+        title="Policies",
+        columns=("frees", "still kept", "these as regions with the policy"),
+        rows=tuple(_row_of(name, one.freed_bytes, one.kept_bytes) for name, one in found),
+    )
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], top: int) -> str:
-    if not rows:
-        return ""
-    shown = [list(map(_cut, row)) for row in rows[:top]]
-    widths = [max(len(row[i]) for row in [headings, *shown]) for i in range(len(headings))]
+def _row_of(name: str, freed_bytes: int, kept_bytes: int) -> TableRow:
+    return TableRow(cells=(size_cell(freed_bytes), size_cell(kept_bytes), TableCell(name)))
+
+
+def _shown(table: Table, top: int) -> str:
+    shown = [[_cut(cell.text) for cell in row.cells] for row in table.rows[:top]]
+    widths = [max(len(row[i]) for row in (table.columns, *shown)) for i in range(len(table.columns))]
     lines: list[str] = []
-    for size, *rest in [headings, *shown]:
+    for size, *rest in (table.columns, *shown):
         cells = [size.rjust(widths[0]), *(cell.ljust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    if len(rows) > top:
-        lines.append(f"... {len(rows) - top} more")
+    if len(table.rows) > top:
+        lines.append(f"... {len(table.rows) - top} more")
     return "\n".join(lines)
 
 

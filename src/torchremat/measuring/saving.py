@@ -24,7 +24,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import beside_transforms, transforms_beside_hooks
 from torchremat.errors import MutationError
-from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
+from torchremat.measuring.modules import ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.diagnosis.operators import LoggedOperator, OperatorLog, Source, SourcePlace
 from torchremat.tensors.held import holding
@@ -125,9 +125,16 @@ class Copied:
 
 
 class SaveLog(OperatorLog):
-    """The operator log of a step, with the data for a report of its saved tensors.
+    """The operator log of a step whose graph is still alive, with the data for a report of its saved tensors.
+
+    It has the operators unless compiled code ran.
 
     Attributes:
+        result: The result of the step.
+        numbers: The storages.
+        calls: The calls of modules.
+        before: By storage, a tensor from before the step, and its kind: parameter, buffer or input.
+        roots: The names of models.
         saves: Where each tensor was saved, in order.
         packed: The packed object of each, as long as autograd holds it.
         ran: The operators.
@@ -137,17 +144,36 @@ class SaveLog(OperatorLog):
     """
 
     def __init__(
-        self, models: tuple[nn.Module, ...], numbers: StorageNumbers, calls: ModuleCalls, *, operators: bool
+        self,
+        models: tuple[nn.Module, ...],
+        numbers: StorageNumbers,
+        calls: ModuleCalls,
+        before: Mapping[int, PriorTensor],
+        *,
+        operators: bool,
     ) -> None:
         super().__init__({id(module): name for module, name in names_of(models).items()}, operators=operators)
         self.numbers = numbers
         self.calls = calls
+        self.before = before
+        self.roots = frozenset(type(model).__name__ for model in models)
+        self.result: object = None
         self.saves: list[Save] = []
         self.packed: list[ReferenceType[SavedPlaceholder]] = []
         self.rans: list[RanOperator] = []
         self.copied: dict[int, Copied] = {}
         self.by_node: dict[int, RanOperator] = {}
         self.unpacks = 0
+
+    def take_result(self) -> object:
+        """Return the step's result, and drop the reference to it."""
+        result, self.result = self.result, None
+        return result
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether compiled code ran."""
+        return self.is_compiled or any(save.is_compiled for save in self.saves)
 
     def pack(self, tensor: Tensor) -> SavedPlaceholder:
         """Pack a tensor that autograd saves: the hook."""
@@ -236,34 +262,8 @@ def _casts_weight(operator: LoggedOperator, tensors: list[Tensor]) -> bool:
     )
 
 
-@dataclass(kw_only=True, eq=False)
-class WatchedForward:
-    """A watched forward whose graph is still alive.
-
-    Attributes:
-        result: The result of the step.
-        log: The saves, and the operators unless compiled code ran.
-        calls: The calls of modules.
-        numbers: The storages.
-        before: By storage, a tensor from before the step, and its kind: parameter, buffer or input.
-        roots: The names of models.
-    """
-
-    result: object
-    log: SaveLog
-    calls: list[ModuleCall]
-    numbers: StorageNumbers
-    before: Mapping[int, PriorTensor]
-    roots: frozenset[str]
-
-    def take_result(self) -> object:
-        """Return the step's result, and drop the reference to it."""
-        result, self.result = self.result, None
-        return result
-
-
 @contextmanager
-def watched(subject: Subject, *, operators: bool) -> Generator[WatchedForward]:
+def watched(subject: Subject, *, operators: bool) -> Generator[SaveLog]:
     """Run the forward of a step for the block; afterwards model, gradients, buffers and generators are as before.
 
     Args:
@@ -275,7 +275,7 @@ def watched(subject: Subject, *, operators: bool) -> Generator[WatchedForward]:
         numbers = StorageNumbers()
         before = _before(subject, numbers)
         with module_calls(subject.models, numbers) as calls:
-            log = SaveLog(subject.models, numbers, calls, operators=operators)
+            log = SaveLog(subject.models, numbers, calls, before, operators=operators)
 
             def run() -> object:
                 with transforms_beside_hooks():
@@ -285,17 +285,8 @@ def watched(subject: Subject, *, operators: bool) -> Generator[WatchedForward]:
                     finally:
                         pop_saved_tensor_hooks()
 
-            result = log.run(run, subject.step)
-        found = WatchedForward(
-            result=result,
-            log=log,
-            calls=calls.calls,
-            numbers=numbers,
-            before=before,
-            roots=frozenset(type(model).__name__ for model in subject.models),
-        )
-        del result
-        yield found
+            log.result = log.run(run, subject.step)
+        yield log
 
 
 def _before(subject: Subject, numbers: StorageNumbers) -> dict[int, PriorTensor]:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchremat.measuring.storages import address_of, tensors_in
+from torchremat.measuring.storages import StorageMap, tensors_in
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
@@ -20,19 +20,14 @@ class Contents:
     """The contents of each storage, as a number that copies share: it answers the library's own comparisons."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # by address
+        self._numbers = StorageMap[int]()
         self._values = 0
 
     def of(self, value: object) -> int:
         """Return the number of a tensor's contents."""
-        address = address_of(cast("Tensor", value).untyped_storage())
-        if address not in self._numbers:
-            self._set(address)
-        return self._numbers[address]
-
-    def forget(self, address: int) -> None:
-        """Forget a freed storage."""
-        self._numbers.pop(address, None)
+        tensor = cast("Tensor", value)
+        known = self._numbers.get(tensor.untyped_storage())
+        return self._set(tensor) if known is None else known
 
     def ran(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
@@ -40,15 +35,16 @@ class Contents:
         """Note the storages that an operator has written, and the contents of copies."""
         if func in _COPIES:
             source = args[1] if func is _ATEN.copy_.default else args[0]
-            self._numbers[address_of(cast("Tensor", result).untyped_storage())] = self.of(source)
+            self._numbers[cast("Tensor", result).untyped_storage()] = self.of(source)
             return
         written = [args[place] for place in (3, 4)] if func in _NORMS and args[5] else _written(func, args, kwargs)
         for tensor in tensors_in(written):
-            self._set(address_of(tensor.untyped_storage()))
+            self._set(tensor)
 
-    def _set(self, address: int) -> None:
+    def _set(self, tensor: Tensor) -> int:
         self._values += 1
-        self._numbers[address] = self._values
+        self._numbers[tensor.untyped_storage()] = self._values
+        return self._values
 
 
 _MUTATED: dict[object, tuple[tuple[int, str], ...]] = {}

@@ -37,11 +37,12 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
-from torchremat.measuring.storages import StorageMap, address_of, tensors_in
+from torchremat.measuring.storages import StorageMap, made_by, tensors_in
 from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_FOREIGN = -1, 0  # no allocation in the block that is recorded
 _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 
 
@@ -122,15 +123,7 @@ class SimulatedRecorder(RecordedBlock):
     def finish(self, start_ns: float) -> None:
         """Build the trace."""
         columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
-        self._trace = AllocationTrace(
-            device=_CPU,
-            start_ns=int(start_ns),
-            time_ns=columns[:, 0],
-            ptr=columns[:, 1],
-            delta_bytes=columns[:, 2],
-            marks=tuple(self._marks),
-            foreign_freed_bytes=None,
-        )
+        self._trace = AllocationTrace.of(_CPU, columns, self._marks, start_ns=start_ns)
 
 
 class Simulation(EagerMode):
@@ -148,10 +141,8 @@ class Simulation(EagerMode):
         self.events: list[tuple[int, int, int]] = []
         self._faked = faked  # makes a fake of a real tensor, the same one each time
         self._recording = False
-        self._block = 0
         self._pointers = 0
-        self._known = StorageMap[int](self._free)  # addresses, which outlive a block's place on the device
-        self._blocks: dict[int, tuple[int, int]] = {}  # by address: pointer and bytes
+        self._known = StorageMap[tuple[int, int]](self._free)  # pointers and bytes of their allocations
         self._contents = Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
@@ -174,7 +165,8 @@ class Simulation(EagerMode):
         """Record the allocations of the block. The recorder takes marks and has the `trace` afterwards."""
         recorder, start_ns = SimulatedRecorder(self), self.now_ns
         self.events = []
-        self._blocks.clear()  # storages from before are foreign
+        for storage in self._known.storages():
+            self._known[storage] = _FOREIGN
         self._recording = True
         try:
             yield recorder
@@ -193,7 +185,7 @@ class Simulation(EagerMode):
 
     def pointer_of(self, storage: UntypedStorage) -> int:
         """Return the address that a storage has in the trace; -1 for one from before."""
-        return self._blocks.get(address_of(storage), (-1, 0))[0]
+        return (self._known.get(storage) or _FOREIGN)[0]
 
     def __torch_dispatch__(
         self,
@@ -258,13 +250,9 @@ class Simulation(EagerMode):
         *,
         goes_on: bool,
     ) -> None:
-        given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
-        made: list[Tensor] = []
-        for tensor in tensors_in(result):
-            address = address_of(tensor.untyped_storage())
-            if func in _LIFTED or (address not in given and self._known.at(address) is None):
-                given.add(address)
-                made.append(tensor)
+        made = made_by(() if func in _LIFTED else (args, kwargs), result)
+        if func not in _LIFTED:
+            made = [tensor for tensor in made if tensor.untyped_storage() not in self._known]
         self._contents.ran(func, args, kwargs, result)
         if self.model.has_host_generator and _draws(func):
             with without_fakes():
@@ -276,11 +264,14 @@ class Simulation(EagerMode):
                 storage.resize_(size)
         if not self._recording:
             for tensor in made:
-                self._follow(tensor.untyped_storage())
+                self._known[tensor.untyped_storage()] = _FOREIGN
             return
         kernel = self.model.kernel(func, args, kwargs, result, made)
         if goes_on and made:
-            self._move(cast("Tensor", args[0]).untyped_storage(), made.pop().untyped_storage())
+            # One storage takes over the allocation of another.
+            old = cast("Tensor", args[0]).untyped_storage()
+            self._known[made.pop().untyped_storage()] = self._known.get(old) or _FOREIGN
+            self._known[old] = _FOREIGN
         sizes = [self._rounded(tensor.untyped_storage().nbytes()) for tensor in made]
         for tensor, size in zip(made, sizes, strict=True):
             self._allocate(tensor.untyped_storage(), size)
@@ -295,27 +286,17 @@ class Simulation(EagerMode):
         return -(-size // block) * block
 
     def _allocate(self, storage: UntypedStorage, size: int) -> None:
-        self._follow(storage)
+        block = _FOREIGN
         if size:
             self._pointers += 1
-            self._blocks[address_of(storage)] = (self._pointers, size)
-            self._event(self._pointers, size)
+            block = self._pointers, size
+            self._event(*block)
+        self._known[storage] = block
 
-    def _move(self, old: UntypedStorage, new: UntypedStorage) -> None:
-        """Let one storage take over the allocation of another."""
-        self._follow(new)
-        block = self._blocks.pop(address_of(old), None)
-        if block is not None:
-            self._blocks[address_of(new)] = block
-
-    def _follow(self, storage: UntypedStorage) -> None:
-        self._known[storage] = address_of(storage)
-
-    def _free(self, address: int) -> None:
-        self._contents.forget(address)
-        block = self._blocks.pop(address, None)
-        if block is not None and self._recording:
-            self._event(block[0], -block[1])
+    def _free(self, block: tuple[int, int]) -> None:
+        pointer, size = block
+        if size and self._recording:
+            self._event(pointer, -size)
 
     def _event(self, pointer: int, delta_bytes: int) -> None:
         self.events.append((int(self.now_ns), pointer, delta_bytes))

@@ -1,9 +1,12 @@
-"""The user's training step: its result, and the objects that it holds.
+"""The user's training step: its result, the objects that it holds, and steps that use these up.
 
 A step is a callable that runs the forward and returns the loss; the caller runs `backward`. The objects that a step
 holds (its model, its batch) are searched in plain sight only: closure cells, defaults, `functools.partial` arguments,
 the attributes of the object that a bound method belongs to, and the globals that its own code names. Lists, tuples,
 sets and dicts are opened, nested ones too. Functions that the step calls are not followed.
+
+To plan and to measure, a step is run several times. Lists and dicts that it takes from are restored each time, see
+`untouched`; an iterator cannot be.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,13 +43,9 @@ def loss_of(result: object) -> Tensor:
         StepError: The result has no tensor, or the tensor has more than one element, is complex, or does not require
             grad.
     """
-    loss: object = result
-    if isinstance(result, Mapping):
-        loss = cast(Mapping[object, object], result).get("loss")
-    elif not isinstance(result, Tensor):
-        loss = getattr(result, "loss", None)
+    loss = found_loss(result)
     if not isinstance(loss, Tensor):
-        raise StepError(f"the step returned {_described(cast(object, result))}. {_ALLOWED}.")
+        raise StepError(f"the step returned {_described(result)}. {_ALLOWED}.")
     if loss.numel() != 1:
         raise StepError(
             f"the step returned a loss of shape {tuple(loss.shape)}, which backward cannot start from. "
@@ -62,6 +62,13 @@ def loss_of(result: object) -> Tensor:
             "Look for a `torch.no_grad()` or a `.detach()` in the step, and for parameters with requires_grad=False."
         )
     return loss
+
+
+def found_loss(result: object) -> object:
+    """Return the object that is in the place of the loss in a step's result."""
+    if isinstance(result, Mapping):
+        return cast(Mapping[object, object], result).get("loss")
+    return result if isinstance(result, Tensor) else getattr(result, "loss", None)
 
 
 def run_backward(loss: Tensor) -> None:
@@ -144,16 +151,7 @@ def _held_by(step: object) -> Iterator[object]:
         yield from _held_by_object(step.__self__)
         yield from _held_by(step.__func__)
     elif isinstance(step, FunctionType):
-        yield from step.__defaults__ or ()
-        yield from (step.__kwdefaults__ or {}).values()
-        for cell in step.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-        for name in global_names(step.__code__):
-            if name in step.__globals__:
-                yield step.__globals__[name]
+        yield from (held for _, held in held_by_function(step))
     else:
         yield from _held_by_object(step)
 
@@ -163,6 +161,23 @@ def _held_by_object(owner: object) -> Iterator[object]:
         yield owner
     else:
         yield from getattr(owner, "__dict__", {}).values()
+
+
+def held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the defaults of a function, what its cells hold, and the globals that it reads, with their names in it."""
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    yield from zip(names, defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    for name in global_names(code):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=256)
@@ -179,6 +194,66 @@ def _global_names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:  # lambdas and comprehensions written inside the step
         if isinstance(constant, CodeType):
             yield from _global_names(constant)
+
+
+def used_up(step: object, error: Exception, runs: int) -> StepError:
+    """Return the error for a step that has run and finds nothing more to run on.
+
+    Args:
+        step: The step.
+        error: The error that it raised.
+        runs: How often it has run before.
+    """
+    ran = {0: "", 1: "ran once, and then "}.get(runs, f"ran {runs} times, and then ")
+    if isinstance(error, StopIteration):
+        names = ", ".join(dict.fromkeys(f"`{name}`" for name, one in _held_within(step) if is_iterator(one)))
+        found = f"took from an iterator that has ended{f' ({names})' if names else ''}"
+        advice = "Take the batch before, and let the step hold it: `batch = next(loader)`."
+    else:
+        found = f"raised {type(error).__name__}: {error}"
+        advice = "It seems to consume its input: let it take from a copy, such as `dict(batch).pop(...)`."
+    return StepError(f"the step {ran}{found}. It is run several times here. {advice}")
+
+
+def _held_within(function: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that a callable and the functions that it holds have in plain sight."""
+    waiting, seen = [function], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            held = list(held_by(one))
+            yield from held
+            waiting += [inner for _, inner in held if isinstance(inner, FunctionType | functools.partial)]
+
+
+def held_by(function: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that a callable holds in plain sight, with their names in its code."""
+    if isinstance(function, functools.partial):
+        partial = cast("functools.partial[object]", function)
+        yield from ((f"argument {place}", one) for place, one in enumerate(partial.args))
+        yield from partial.keywords.items()
+        yield from held_by(partial.func)
+    elif isinstance(function, FunctionType):
+        yield from held_by_function(function)
+    else:
+        method = function if isinstance(function, MethodType) else getattr(function, "__call__", None)  # noqa: B004
+        code = getattr(getattr(method, "__func__", None), "__code__", None)
+        if isinstance(method, MethodType) and isinstance(code, CodeType):
+            own = cast("dict[str, object]", getattr(method.__self__, "__dict__", {}))
+            yield from ((name, own[name]) for name in _names_in(code) if name in own)
+            yield from held_by(method.__func__)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def is_iterator(value: object) -> bool:
+    """Return whether a value is used up by iteration."""
+    # A file is one too; steps write to theirs.
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:

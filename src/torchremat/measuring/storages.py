@@ -90,6 +90,11 @@ class StorageNumbers:
         """Return the numbers of the storages of all tensors in `value`, each once; new storages get a new number."""
         return tuple(dict.fromkeys(self._number(storage) for storage in storages_in(value)))
 
+    def new_bytes(self, value: object) -> int:
+        """Return the bytes of the storages in `value` that had no number yet; now they have one."""
+        known = len(self.sizes)
+        return sum(self.sizes[number] for number in self.of(value) if number >= known)
+
     def _number(self, storage: UntypedStorage) -> int:
         number = self._known.get(storage)
         if number is not None:
@@ -138,6 +143,18 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
         # Through the method of `dict`: a subclass may bring tensors back when it is asked.
         for item in dict.values(cast(dict[object, object], value)):
             yield from tensors_in(item, sparse=sparse)
+
+
+def made_by(given: object, result: object) -> list[Tensor]:
+    """Return the tensors in an operator's result, one for each storage, that share no storage with its arguments."""
+    seen = {address_of(one.untyped_storage()) for one in tensors_in(given)}
+    made: list[Tensor] = []
+    for tensor in tensors_in(result):
+        address = address_of(tensor.untyped_storage())
+        if address not in seen:
+            seen.add(address)
+            made.append(tensor)
+    return made
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

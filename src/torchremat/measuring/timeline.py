@@ -1,20 +1,15 @@
-"""`MemoryTimeline`: live bytes over a training step, with the phase and the module at each event."""
+"""`StepEvents`, and `MemoryTimeline`: live bytes over a training step, with the phase and the module at each event."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleChange:
-    """From the event with this index on, `module` runs."""
-
-    position: int
-    module: str
+from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +78,53 @@ class MemoryTimeline:
         return self.operators[self.operator[index]] if len(self.operator) else UNKNOWN
 
 
-def timeline_of(
-    *,
-    time_ns: NDArray[np.int64],
-    live_bytes: NDArray[np.int64],
-    start_ns: int,
-    backward_at: int,
-    changes: Sequence[ModuleChange],
-) -> MemoryTimeline:
-    """Return the timeline of events.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepEvents:
+    """The events of one run of a step, recorded by an allocator or a tracker.
 
-    Args:
-        time_ns: Time of each event, in nanoseconds of any one clock.
-        live_bytes: Live after each event.
-        start_ns: Start of the step on that clock.
-        backward_at: Index of the first event of the backward.
-        changes: Of the running module, in order.
+    Attributes:
+        trace: The events. Its marks name the module that runs from then on, except for the two below.
+        start: The id of the mark at the start of the step.
+        backward: The id of the mark at the end of its forward.
+        before_bytes: Live bytes before the step.
     """
-    names = {"": 0}
-    modules = [0, *(names.setdefault(change.module, len(names)) for change in changes)]
-    positions = np.array([change.position for change in changes], dtype=np.int64)
-    events = np.arange(len(time_ns))
-    # How many changes had happened by each event; none yet is the entry 0, outside.
-    happened = np.searchsorted(positions, events, side="right")
-    return MemoryTimeline(
-        seconds=(time_ns - start_ns) / 1e9,
-        live_bytes=live_bytes,
-        in_backward=events >= backward_at,
-        module=np.array(modules, dtype=np.int64)[happened],
-        names=tuple(names),
-    )
+
+    trace: AllocationTrace
+    start: int
+    backward: int
+    before_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak, without the bytes before the step and without the allocator's slack."""
+        return self.trace.peak_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes live at the end of the forward, without those before the step."""
+        return self.trace.live_bytes_at(self.backward)
+
+    def peak_beyond(self, before: BytesBefore) -> int:
+        """Return the peak with the part of the slack that is not in `before`."""
+        return self.peak_bytes + max(0, self.trace.slack_bytes - before.slack_bytes)
+
+    @cached_property
+    def changes(self) -> list[TraceMark]:
+        """The marks at which another module runs, in order."""
+        own = (mark for mark in self.trace.marks if mark.id not in (self.start, self.backward))
+        return sorted(own, key=lambda mark: mark.position)
+
+    def timeline(self) -> MemoryTimeline:
+        """Return the memory of the step after each event."""
+        names, events = {"": 0}, np.arange(len(self.trace.ptr))
+        modules = [0, *(names.setdefault(change.label, len(names)) for change in self.changes)]
+        positions = np.array([change.position for change in self.changes], dtype=np.int64)
+        # How many changes had happened by each event; none yet is the entry 0, outside.
+        happened = np.searchsorted(positions, events, side="right")
+        return MemoryTimeline(
+            seconds=(self.trace.time_ns - self.trace.marks[self.start].time_ns) / 1e9,
+            live_bytes=self.trace.live[1:] + self.before_bytes,
+            in_backward=events >= self.trace.marks[self.backward].position,
+            module=np.array(modules, dtype=np.int64)[happened],
+            names=tuple(names),
+        )

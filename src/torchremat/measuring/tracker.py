@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import UntypedStorage
 
 from torchremat._compat.modes import EagerMode
 from torchremat.measuring.storages import StorageMap, address_of, tensors_in
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -36,30 +36,29 @@ class StorageTracker(EagerMode):
 
     Attributes:
         live_bytes: Bytes of the counted storages that are alive now.
-        peak_bytes: The most that was ever alive at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.live_bytes = 0
-        self.peak_bytes = 0
-        self._tracked = StorageMap[int](self._forget)  # sizes
-        self._deltas: list[int] = []
-        self._times_ns: list[int] = []
-
-    def timeline(self) -> NDArray[np.int64]:
-        """Return the live bytes after each event: a storage made, resized or freed."""
-        return np.cumsum(np.array(self._deltas, dtype=np.int64))
-
-    def times_ns(self) -> NDArray[np.int64]:
-        """Return the time of each event, in nanoseconds of `time.perf_counter_ns`."""
-        return np.array(self._times_ns, dtype=np.int64)
+        self._tracked = StorageMap[tuple[int, int]](self._forget)  # addresses and sizes
+        self._start_ns = time.time_ns()
+        self._events: list[tuple[int, int, int]] = []
+        self._marks: list[TraceMark] = []
 
     @property
-    def events(self) -> int:
-        """The number of events so far."""
-        return len(self._deltas)
+    def trace(self) -> AllocationTrace:
+        """The events so far: a storage made, resized or freed."""
+        columns = np.array(self._events, dtype=np.int64).reshape(-1, 3)
+        return AllocationTrace.of(self.device, columns, self._marks, start_ns=self._start_ns)
+
+    def mark(self, label: str) -> int:
+        """See `AllocationRecorder`; for one thread."""
+        number = len(self._marks)
+        mark = TraceMark(id=number, label=label, time_ns=time.time_ns(), position=len(self._events))
+        self._marks.append(mark)
+        return number
 
     def refresh(self) -> None:
         """Read all sizes again: `UntypedStorage.resize_` is not an operator and goes unseen until the next use."""
@@ -81,20 +80,18 @@ class StorageTracker(EagerMode):
         return result
 
     def _see(self, storage: UntypedStorage) -> None:
-        size = storage.nbytes()
-        known = self._tracked.get(storage)
+        address, size = address_of(storage), storage.nbytes()
+        _, known = self._tracked.get(storage) or (address, None)
         if known != size:
-            self._tracked[storage] = size
-            self._change(size - (known or 0))
+            self._tracked[storage] = address, size
+            self._change(address, size - (known or 0))
 
-    def _forget(self, size: int) -> None:
-        self._change(-size)
+    def _forget(self, known: tuple[int, int]) -> None:
+        self._change(known[0], -known[1])
 
-    def _change(self, delta_bytes: int) -> None:
-        self._deltas.append(delta_bytes)
-        self._times_ns.append(time.perf_counter_ns())
+    def _change(self, address: int, delta_bytes: int) -> None:
+        self._events.append((time.time_ns(), address, delta_bytes))
         self.live_bytes += delta_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _is_among(self, storage: UntypedStorage, args: object, kwargs: object) -> bool:
         return any(address_of(storage) == address_of(other) for other in self._storages((args, kwargs)))

@@ -161,6 +161,23 @@ def margin_of(margin: int | str) -> int:
     return parse_bytes(margin, least=0)
 
 
+def optimizer_alone(size: int, budget: int | str, *, peak_bytes: int, reserved_bytes: int) -> str:
+    """Return the message for a budget below the peak of `optimizer.step()`, which no plan lowers.
+
+    Args:
+        size: The budget in bytes.
+        budget: The budget as it was given.
+        peak_bytes: The peak of the optimizer's step.
+        reserved_bytes: Bytes of the budget that have to stay free.
+    """
+    reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
+    return (
+        f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
+        f"{format_bytes(peak_bytes)}, which no recomputation lowers. Smallest budget that works: "
+        f"{peak_bytes + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
+    )
+
+
 def capacity_of(device: torch.device) -> int | None:
     """Return the total bytes of a device; None if unknown."""
     accelerator = accelerator_of(device)

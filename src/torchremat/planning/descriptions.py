@@ -11,7 +11,7 @@ from torch import nn
 
 from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
-from torchremat.planning.budgets import shares_that_work
+from torchremat.planning.budgets import optimizer_alone, shares_that_work
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.forecasts import Forecast, Point
 from torchremat.planning.inputs import InputSizes
@@ -213,11 +213,7 @@ def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes:
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     optimizer_peak = profiled.optimizer_peak_bytes or 0
     if optimizer_peak > profiled.fixed_bytes + floor.prediction.peak_bytes:
-        return (
-            f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
-            f"{format_bytes(optimizer_peak)}, which no recomputation lowers. Smallest budget that works: "
-            f"{optimizer_peak + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
-        )
+        return optimizer_alone(size, budget, peak_bytes=optimizer_peak, reserved_bytes=reserved_bytes)
     lowers = "a smaller batch lowers the rest."
     if (whole := compiled_whole(floor.profile)) is not None:
         lowers = (

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from torchremat.errors import PlanError, check_flags
-from torchremat.measuring.curves import Curve, Phase, draw
+from torchremat.measuring.curves import draw
 from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.checks import CountedBytes, checks_on
 from torchremat.planning.files import from_json, to_json
-from torchremat.planning.forecasts import Point
 from torchremat.planning.layout import Application, check_bare, install, modules_under, put_on, uninstall, unmet_modules
 from torchremat.planning.plan_data import PlanData
-from torchremat.planning.plan_page import page_of, phase_of, steps_of
+from torchremat.planning.plan_page import page_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.store_sizes import check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
@@ -196,31 +194,19 @@ class Plan(PlanData, ViewedOverTime):
         draw(self.drawn, path)
 
     @property
-    def drawn(self) -> tuple[Curve, Curve]:
+    def drawn(self) -> tuple[Step, Step]:
         """The predicted step ready to draw, plain and planned, with the numbers that `print` has."""
+        plain, planned = steps_of(self)
+        # The curve covers only forward and backward.
         by_optimizer = ", in the optimizer's step" if self.is_by_optimizer else ""
+        budget = f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain"
         return (
-            self._drawn(
-                self.plain_curve, name="plain", peak=f"peak {format_bytes(self.plain_peak_bytes)} {self.plain_source}"
+            replace(
+                plain,
+                name=f"plain\npeak {format_bytes(self.plain_peak_bytes)} {self.plain_source}",
+                budget_bytes=self.budget_bytes,
             ),
-            self._drawn(
-                self.curve,
-                name=f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain",
-                # The curve covers only forward and backward.
-                peak=f"peak {format_bytes(self.peak_bytes)} predicted{by_optimizer}",
-            ),
-        )
-
-    def _drawn(self, points: tuple[Point, ...], *, name: str, peak: str) -> Curve:
-        phases: list[Phase] = [phase_of(point) for point in points]
-        return Curve(
-            name=name,
-            seconds=np.array([point.seconds for point in points]),
-            live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
-            phases=tuple(phases),
-            before_bytes=sum(self.before_bytes.values()),
-            budget_bytes=self.budget_bytes,
-            peak=peak,
+            replace(planned, name=f"{budget}\npeak {format_bytes(self.peak_bytes)} predicted{by_optimizer}"),
         )
 
     def _page(self) -> Page:

@@ -228,7 +228,7 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
         resident_bytes=found.resident_bytes,
-        slack_bytes=traced.slack_bytes,
+        slack_bytes=traced.trace.slack_bytes,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from torchremat.measuring.curves import curve_of, draw
+from torchremat.measuring.curves import draw, headed
+from torchremat.measuring.measured_page import step_of
 from torchremat.measuring.measurement import Measurement
 from torchremat.pipeline import gantt
 from torchremat.pipeline.timeline import Timeline, charts_of
@@ -27,13 +29,8 @@ def plot_measurements(
         UnsupportedError: matplotlib is not installed.
     """
     limits = budgets or {}
-    draw(
-        [
-            curve_of(own.timeline, name=name, before_bytes=own.before_bytes, budget_bytes=limits.get(name))
-            for name, own in measurements.items()
-        ],
-        path,
-    )
+    steps = ((name, replace(step_of(own), budget_bytes=limits.get(name))) for name, own in measurements.items())
+    draw([headed(name, step) for name, step in steps], path)
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:

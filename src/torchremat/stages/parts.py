@@ -14,18 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.storages import address_of
-from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.events import intervals_of, without_copies
+from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
@@ -38,8 +35,6 @@ from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Recomputable
 from torchremat.stages.samples import Ends
-
-Bytes = NDArray[np.int64]
 
 
 class Parts:
@@ -165,17 +160,16 @@ class _PartsRun:
     @property
     def weight_rise_bytes(self) -> int:
         """The peak of the weight part above the bytes live at its beginning."""
-        live, begin, end = self._live(self._trace), self._position(self.between), self._position(self.ends)
+        live, begin, end = self._trace.live, self._position(self.between), self._position(self.ends)
         return int(live[begin : end + 1].max() - live[begin])
 
     def profile(self) -> Profile:
         """Return the profile of this backward, in which the stage's outputs live until its end."""
         watched, whole = self.watcher.watched, self.whole
-        intervals = intervals_of(self._trace)
-        live = self._live(without_copies(self._trace, intervals, self.watcher.copying))
+        live = without_copies(self._trace, self.watcher.copying).live
         order = [unit for unit in self.watcher.order if watched[unit].recompute < self.between]
         starts = [self._position(watched[unit].recompute) for unit in order] + [self._position(self.between)]
-        stays = self._stays(order, intervals)
+        stays = self._stays(order)
         sizes = tuple(
             PartBytes(
                 **vars(size),
@@ -214,10 +208,10 @@ class _PartsRun:
             after_bytes=whole.after_bytes | after,
         )
 
-    def _stays(self, order: Sequence[int], intervals: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
+    def _stays(self, order: Sequence[int]) -> dict[int, int]:
         """For each unit the peak of its backward if nothing is freed that its recompute has created."""
-        live, watched, found = self._live(self._trace), self.watcher.watched, dict[int, int]()
-        allocated_at = {freed: allocated for those in intervals.values() for allocated, freed in those}
+        live, watched, found = self._trace.live, self.watcher.watched, dict[int, int]()
+        allocated_at = {freed: allocated for those in self._trace.intervals.values() for allocated, freed in those}
         ends = [self._position(watched[unit].recompute) for unit in order[1:]] + [self._position(self.between)]
         for unit, end in zip(order, ends, strict=True):
             begin, middle = self._position(watched[unit].recompute), self._position(watched[unit].recomputed)
@@ -231,7 +225,3 @@ class _PartsRun:
 
     def _position(self, mark: int) -> int:
         return self._trace.marks[mark].position
-
-    @staticmethod
-    def _live(trace: AllocationTrace) -> Bytes:
-        return np.concatenate([[0], trace.live_bytes()])

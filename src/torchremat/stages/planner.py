@@ -18,7 +18,7 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.storages import address_of
 from torchremat.pipeline.pipe import Pipe
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.descriptions import plan_of
 from torchremat.planning.layout import check_bare
 from torchremat.planning.plan_options import PlanOptions
@@ -244,12 +244,8 @@ class _Planned:
         floor = self._peak_bytes(self._choices.floor) + reserved_bytes
         reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
         if self._optimizer is not None and floor - reserved_bytes == self._optimizer_peak_bytes:
-            return (
-                f"{self.site.name}: the budget is {format_bytes(size)} ({budget}){reserved}, but the step of "
-                f"{self._optimizer.name} alone peaks at {format_bytes(floor - reserved_bytes)}, which no recomputation "
-                f"lowers. Smallest budget that works: {floor} bytes. An optimizer with foreach=False or fused=True "
-                "needs less."
-            )
+            alone = optimizer_alone(size, budget, peak_bytes=floor - reserved_bytes, reserved_bytes=reserved_bytes)
+            return f"{self.site.name}: {alone}"
         held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
         state = ", buffers and optimizer state" if self._optimizer is not None else " and buffers"
         if any(_kept_by_device(planner.profile.before) for planner in self._planners.values()):

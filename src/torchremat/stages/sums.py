@@ -27,7 +27,6 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 from torchremat.planning.devices.machines import Here
-from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.profiling import ProfilePair, watch
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
@@ -119,7 +118,7 @@ class _SumsRun:
         self._step = watch(
             module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._noting
         )
-        self._intervals = intervals_of(self._step.trace)
+        self._intervals = self._step.trace.intervals
 
     @contextmanager
     def _noting(self, recorder: AllocationRecorder) -> Generator[None]:

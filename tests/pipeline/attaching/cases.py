@@ -109,7 +109,7 @@ def rises(name, piece, attached):
             marks.clear()
             with record_allocations(torch.device("cpu")) as recorder:
                 program.step()
-    live = [0, *recorder.trace.live_bytes().tolist()]
+    live = recorder.trace.live.tolist()
     places = [recorder.trace.marks[mark].position for mark in marks]
     return [max(live[begin : end + 1]) - live[begin] for begin, end in zip(places[::2], places[1::2], strict=True)]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from probes.memory import accelerators
-from probes.pipelines import times
+from probes.pipelines import costs
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.pipeline.balance import balance_by_time
 
@@ -18,7 +18,7 @@ from torchremat.pipeline.balance import balance_by_time
 def clock(monkeypatch):
     """A clock that stands still but for what layers add to it."""
     made = SimpleNamespace(now=0.0, calls=0)
-    for module in (times, accelerators):
+    for module in (costs, accelerators):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 

@@ -117,7 +117,7 @@ def test_a_limit_that_stays_is_met_by_a_smaller_plan(share):
     torch.manual_seed(9)
     with Faults() as faults:
         expected = state(model, backwarded(step(model, x)))
-    limit = int(share * faults.peak_bytes)
+    limit = int(share * faults.trace.peak_bytes)
     model = normed()
     torch.manual_seed(9)
 

@@ -12,10 +12,9 @@ from torch import nn
 from torchremat.errors import ScheduleError, StepError
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_materialised
+from torchremat.pipeline.balance.costs import first_microbatch, layer_bytes, layer_seconds
 from torchremat.pipeline.balance.division import Balance, Unit
 from torchremat.pipeline.balance.partition import partition
-from torchremat.pipeline.balance.sizes import first_microbatch, layer_bytes
-from torchremat.pipeline.balance.times import layer_seconds
 from torchremat.tensors.structure import tensors_in
 
 

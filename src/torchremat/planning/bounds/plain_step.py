@@ -128,8 +128,7 @@ class _BackwardOperator(NamedTuple):
         """Return it with the most bytes live in addition to its reads."""
         beside_bytes = self.after_bytes
         if trace is not None:
-            rise_bytes = trace.peak_bytes_between(self.begins, self.ends) - trace.live_bytes_at(self.begins)
-            beside_bytes = max(beside_bytes, self.before_bytes + rise_bytes)
+            beside_bytes = max(beside_bytes, self.before_bytes + trace.rise_bytes_between(self.begins, self.ends))
         return Pull(reads=self.reads, beside_bytes=beside_bytes)
 
 

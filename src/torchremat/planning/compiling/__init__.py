@@ -1,8 +1,7 @@
 """`torch.compile` with a budget.
 
 graphs.py        the joint graph of forward and backward, read as data
-trials.py        operators run by themselves, to see their allocations
-workspaces.py    workspaces of the kernels of a joint graph
+trials.py        operators run by themselves, to see their allocations: the workspaces of a joint graph's kernels
 programs.py      the program that Inductor writes for a graph, line by line
 running.py       the live bytes while its programs run
 halves.py        the two graphs of a split, and their peak

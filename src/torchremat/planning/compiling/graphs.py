@@ -22,7 +22,7 @@ from torchremat._compat.inductor import is_incoming, known, must_be_in_backward
 from torchremat._compat.operators import is_operator, name_of
 from torchremat.measuring.flops import formula_of
 from torchremat.measuring.storages import address_of
-from torchremat.planning.compiling.workspaces import Workspaces, measured_workspaces
+from torchremat.planning.compiling.trials import Workspaces, measured_workspaces
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Operator
 from torchremat.schedules.joint import Joint

@@ -147,8 +147,8 @@ class PeakPartitioner:
         graphs = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=optimizes_kernels(options))
         never_larger(joint)
-        if reading.workspaces.trials.unknown:
-            warn(_not_counted(reading.workspaces.trials.unknown), CompileWarning)
+        if reading.workspaces.unknown:
+            warn(_not_counted(reading.workspaces.unknown), CompileWarning)
         halver = Halver(joint, reading, num_fwd_outputs)
         prices = Prices(reading.joint)
         theirs = halver.given(*graphs)

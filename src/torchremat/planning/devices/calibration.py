@@ -10,18 +10,18 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.modes import EagerMode
 from torchremat.measuring.allocator import check_free_to_record, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.storages import address_of, tensors_in
+from torchremat.measuring.storages import made_by
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.budgets import capacity_of
 from torchremat.planning.devices.device import Device, DeviceType, MeasuredKernel
@@ -34,7 +34,7 @@ _FLOPS_OF_NOTE = 10_000  # below this, an operator's seconds say nothing about t
 
 @dataclass(frozen=True, slots=True)
 class _TimedOperator:
-    """One operator that ran: the marks around it, and the tensors that it made."""
+    """One operator that ran: its kernel's signature, the marks around it, its seconds, and what it computed."""
 
     signature: str
     first: int
@@ -45,6 +45,11 @@ class _TimedOperator:
     touched_bytes: int
     dtype: torch.dtype
 
+    def kernel(self, trace: AllocationTrace) -> MeasuredKernel:
+        """Return its kernel, with the workspace that the allocator's events show."""
+        workspace_bytes = max(0, trace.rise_bytes_between(self.first, self.last) - sum(self.storage_bytes))
+        return MeasuredKernel(seconds=self.seconds, workspace_bytes=workspace_bytes, storage_bytes=self.storage_bytes)
+
 
 class _KernelTimer(EagerMode):
     """Takes marks and times around each operator that computes something."""
@@ -53,7 +58,7 @@ class _KernelTimer(EagerMode):
         super().__init__()
         self.runs: list[_TimedOperator] = []
         self._mark = mark
-        self._device = device
+        self._wait = partial(accelerator_of(device).synchronize, device)
 
     def __torch_dispatch__(
         self,
@@ -70,37 +75,12 @@ class _KernelTimer(EagerMode):
         self._wait()
         seconds = time.perf_counter() - start_s
         last = self._mark("done")
-        made = _made(args, named, result)
+        made = made_by((args, named), result)
         if made or is_mutable(func):
-            flops, touched_bytes, dtype = intensity(func, args, named, result, made)
-            self.runs.append(
-                _TimedOperator(
-                    signature=signature(func, args, named),
-                    first=first,
-                    last=last,
-                    storage_bytes=tuple(one.untyped_storage().nbytes() for one in made),
-                    seconds=seconds,
-                    flops=flops,
-                    touched_bytes=touched_bytes,
-                    dtype=dtype,
-                )
-            )
+            sizes = tuple(one.untyped_storage().nbytes() for one in made)
+            work = intensity(func, args, named, result, made)
+            self.runs.append(_TimedOperator(signature(func, args, named), first, last, sizes, seconds, *work))
         return result
-
-    def _wait(self) -> None:
-        accelerator_of(self._device).synchronize(self._device)
-
-
-def _made(args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> list[Tensor]:
-    """Return the results, one for each storage, that share no storage with the arguments."""
-    given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
-    made: list[Tensor] = []
-    for tensor in tensors_in(result):
-        address = address_of(tensor.untyped_storage())
-        if address not in given:
-            given.add(address)
-            made.append(tensor)
-    return made
 
 
 def device_here(subject: Subject, device: torch.device) -> Device:
@@ -114,30 +94,20 @@ def device_here(subject: Subject, device: torch.device) -> Device:
     check_free_to_record(device)
     runs: list[_TimedOperator] = []
     table: dict[str, list[MeasuredKernel]] = {}
+
+    def note(run: Callable[[], None]) -> None:
+        with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as timer:
+            run()
+        runs.extend(timer.runs)
+        for one in timer.runs:
+            table.setdefault(one.signature, []).append(one.kernel(recorder.trace))
+
     with subject.untouched():
-        with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as kernels:
-            loss = subject.forward()
-            run_backward(loss)
-            del loss
-        runs += _note(table, kernels.runs, recorder.trace)
+        note(lambda: run_backward(subject.forward()))
     if subject.optimizer is not None:
         with stepped_and_undone(subject, subject.optimizer) as step:
-            with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as kernels:
-                step()
-            runs += _note(table, kernels.runs, recorder.trace)
+            note(step)
     return _described(device, runs, table)
-
-
-def _note(
-    table: dict[str, list[MeasuredKernel]], runs: list[_TimedOperator], trace: AllocationTrace
-) -> list[_TimedOperator]:
-    for run in runs:
-        over = trace.peak_bytes_between(run.first, run.last) - trace.live_bytes_at(run.first)
-        kernel = MeasuredKernel(
-            seconds=run.seconds, workspace_bytes=max(0, over - sum(run.storage_bytes)), storage_bytes=run.storage_bytes
-        )
-        table.setdefault(run.signature, []).append(kernel)
-    return runs
 
 
 def _described(device: torch.device, runs: list[_TimedOperator], table: dict[str, list[MeasuredKernel]]) -> Device:

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -96,7 +97,8 @@ class Device:
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             problems.append(f"name is {self.name!r}, expected a str")
         if not isinstance(self.overheads, Overheads) or not all(map(_is_amount, astuple(self.overheads))):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            problems.append(f"overheads is {self.overheads!r:.80}, expected Overheads in seconds of at least 0")
+            wanted = f"Overheads in seconds of at least 0: {', '.join(one.name for one in fields(Overheads))}"
+            problems.append(f"overheads is {self.overheads!r:.80}, expected {wanted}")
         problems += _problems_of(self.kernels)
         if problems:
             raise DeviceError(f"device {self.name!r}: {'; '.join(problems)}.")
@@ -161,8 +163,9 @@ def _problems_of(kernels: object) -> list[str]:
         return [f"kernels is {kernels!r:.40}, expected a dict of MeasuredKernel by signature"]
     for name, one in cast("Mapping[object, object]", kernels).items():
         if not isinstance(name, str) or not isinstance(one, MeasuredKernel):
-            return [f"kernels[{name!r:.80}] is {one!r:.40}, expected a MeasuredKernel by its signature"]
-        if not all(map(_is_amount, (one.seconds, one.workspace_bytes, *one.storage_bytes))):
+            return [f"kernels[{name!r:.80}] is {one!r:.40}, expected a MeasuredKernel: seconds, and bytes"]
+        sizes: tuple[object, ...] = one.workspace_bytes, *one.storage_bytes
+        if not (_is_amount(one.seconds) and all(isinstance(size, int) and _is_amount(size) for size in sizes)):
             return [f"kernels[{name!r:.80}] is {one!r}, expected seconds and bytes of at least 0"]
     return []
 
@@ -172,44 +175,28 @@ def _read(content: dict[str, object], source: str) -> Device:
     unknown = [name for name in content if name not in (*_REQUIRED, *_OPTIONAL)]
     problems = [f"misses {', '.join(missing)}"] if missing else []
     problems += [f"has {', '.join(unknown)}, which no device has"] if unknown else []
-    if not isinstance(content.get("flops", {}), dict):
-        problems.append("flops is not an object of dtypes")
-    overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
-    # A handwritten description may leave out the overhead per tensor.
-    tensors = {"saved_s": 0.0, "chosen_s": 0.0}
-    if not _is_table({**tensors, **overheads} if isinstance(overheads, dict) else overheads, parts):
-        problems.append(f"overheads is {overheads!r:.40}, expected an object with {', '.join(parts)} in seconds")
-    kernels = content.get("kernels", {})
-    if not isinstance(kernels, dict):
-        problems.append("kernels is not an object of signatures")
-    else:
-        table = cast("dict[str, object]", kernels)
-        wrong = [name for name, numbers in table.items() if not _is_kernel(numbers)]
-        problems += [f"kernels[{wrong[0]!r}] is not a list of seconds and bytes"] if wrong else []
     if problems:
         raise DeviceError(f"{source}: the description of the device {'; it '.join(problems)}.")
-    read = {
-        name: MeasuredKernel(
-            seconds=float(numbers[0]), workspace_bytes=int(numbers[1]), storage_bytes=tuple(map(int, numbers[2:]))
-        )
-        for name, numbers in cast("dict[str, list[float]]", kernels).items()
-    }
-    own = Overheads(**cast("dict[str, float]", overheads))
-    return Device(**{**content, "overheads": own, "kernels": MappingProxyType(read)})  # pyright: ignore[reportArgumentType]  checked there
+    overheads, kernels = content.get("overheads", NOMINAL), content.get("kernels", {})
+    if isinstance(overheads, dict):
+        with suppress(TypeError):  # other names than an overhead has: told below
+            overheads = Overheads(**cast("dict[str, float]", overheads))
+    if isinstance(kernels, dict):
+        table = cast("dict[str, object]", kernels)
+        kernels = MappingProxyType({name: _kernel(numbers) for name, numbers in table.items()})
+    try:
+        return Device(**{**content, "overheads": overheads, "kernels": kernels})  # pyright: ignore[reportArgumentType]  checked there
+    except DeviceError as error:
+        raise DeviceError(f"{source}: {error}") from None
 
 
-def _is_table(value: object, names: list[str]) -> bool:
-    if not isinstance(value, dict):
-        return False
-    table = cast("dict[str, object]", value)
-    return sorted(table) == sorted(names) and all(isinstance(one, int | float) and one >= 0 for one in table.values())
-
-
-def _is_kernel(numbers: object) -> bool:
-    if not isinstance(numbers, list) or len(cast("list[object]", numbers)) < 2:
-        return False
-    seconds, *sizes = cast("list[object]", numbers)
-    return isinstance(seconds, int | float) and seconds >= 0 and all(isinstance(one, int) and one >= 0 for one in sizes)
+def _kernel(numbers: object) -> object:
+    """Return the kernel that a file describes by a list; anything else as it is."""
+    match numbers:
+        case [seconds, workspace_bytes, *storage_bytes]:
+            return MeasuredKernel(seconds=seconds, workspace_bytes=workspace_bytes, storage_bytes=tuple(storage_bytes))
+        case _:
+            return numbers
 
 
 def _nvidia(name: str, memory_gib: int, flops: dict[str, float], *, bandwidth: float) -> tuple[str, Device]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.holding import held_by, is_iterator
+from torchremat.measuring.step import held_by, is_iterator
 from torchremat.tensors.metadata import version_of
 
 

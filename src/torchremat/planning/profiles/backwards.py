@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace, live_bytes_of
 from torchremat.planning.profiles.watching import WatchedUnit
 from torchremat.planning.simulator.points import Releases
 
@@ -53,7 +53,7 @@ class UnitBackward:
         """
         delta = self.delta_bytes.copy()
         delta[list(without)] = 0
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
+        return live_bytes_of(delta)
 
     def highest_bytes(self, stays: frozenset[int], lets_go: Releases = ()) -> int:
         """Return the peak, over the beginning, if the unit is kept.

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from torchremat.measuring.traces import AllocationTrace
 
 
-def without_copies(
-    trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
-) -> AllocationTrace:
+def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> AllocationTrace:
     """Return the trace without the copies that regions make before a call and drop after it, between marks `copying`.
 
     Another tree has more or fewer regions around the call; copies that regions keep for longer remain.
@@ -22,7 +20,7 @@ def without_copies(
     for begin, end in copying:
         of_copies[trace.marks[begin].position : trace.marks[end].position] = True
     delta = trace.delta_bytes.copy()
-    for intervals in freed_at.values():
+    for intervals in trace.intervals.values():
         for allocated, freed in intervals:
             if of_copies[allocated] and of_copies[freed]:
                 delta[[allocated, freed]] = 0
@@ -42,7 +40,7 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
     events = np.arange(len(trace.ptr))
     within = np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
     goes = within & (trace.delta_bytes > 0)
-    for intervals in intervals_of(trace).values():
+    for intervals in trace.intervals.values():
         for allocated, freed in intervals:
             if goes[allocated] and freed < len(goes):
                 goes[freed] = True
@@ -67,17 +65,3 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
             )
         ),
     )
-
-
-def intervals_of(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
-    """For each address the events that allocated and freed it; a storage that stays is freed after the last event."""
-    intervals: dict[int, list[tuple[int, int]]] = {}
-    open_at: dict[int, int] = {}
-    for event, (pointer, delta) in enumerate(zip(trace.ptr.tolist(), trace.delta_bytes.tolist(), strict=True)):
-        if delta > 0:
-            open_at[pointer] = event
-        elif pointer in open_at:
-            intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
-    for pointer, event in open_at.items():
-        intervals.setdefault(pointer, []).append((event, len(trace.ptr) + 1))
-    return intervals

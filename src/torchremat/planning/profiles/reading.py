@@ -20,7 +20,7 @@ import torch
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.backwards import Backwards, UnitBackward
-from torchremat.planning.profiles.events import intervals_of, without_copies
+from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.overheads import NOMINAL, Overheads
@@ -162,16 +162,16 @@ class _Reader:
         self.tree = tree
         self.watcher = watcher
         self.begins, self.forward, self.ends = marks
-        self.freed_at = intervals_of(trace)
-        self.trace = without_copies(trace, self.freed_at, watcher.copying)
+        self.freed_at = trace.intervals
+        self.trace = without_copies(trace, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
-        self.live = np.concatenate([[0], self.trace.live_bytes()])
+        self.live = self.trace.live
         self.position = [mark.position for mark in self.trace.marks]
         for own in watcher.watched:
             if own.released >= 0:
                 self.position[own.released] = self.freed_after(own.released)
         self.reader = Backwards(self.trace, self.freed_at, self.position)
-        self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
+        self.live_with_copies = trace.live
         log = units.trace.operators
         self.cast_values = casts_of_leaves(log)
         self.casts = numbers_of(log, self.cast_values)

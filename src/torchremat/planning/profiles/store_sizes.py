@@ -229,8 +229,8 @@ class _Scale:
                     held_bytes=0 if goes else left - before,
                     passing_bytes=0 if goes else put - left,
                     ahead_bytes=begun - left,
-                    put_peak_bytes=_over(trace, one.marks[0], one.marks[1]),
-                    get_peak_bytes=_over(trace, one.marks[2], one.marks[4]),
+                    put_peak_bytes=trace.rise_bytes_between(one.marks[0], one.marks[1]),
+                    get_peak_bytes=trace.rise_bytes_between(one.marks[2], one.marks[4]),
                 )
             )
         offload_size = OffloadSize(parcels=tuple(parcels))
@@ -250,7 +250,3 @@ class _EmptyHandle:
 
     def prefetch(self) -> None:
         """Do nothing."""
-
-
-def _over(trace: AllocationTrace, first: int, last: int) -> int:
-    return trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)

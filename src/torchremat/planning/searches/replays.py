@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace, live_bytes_of
 from torchremat.planning.profiles.operators import OperatorTrace, Run
 from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import OperatorSelection
-
-Intervals = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class SelectionReplay:
         storages: By value of `flow`, the number of its storage in the log.
         selection: The operators whose outputs are held.
         allocations: The allocator's events in the forward.
-        intervals: By address, the events that allocated and freed something there.
         window: The marks at which the unit begins and ends.
         state_bytes: Bytes of a generator state, which is held with the outputs of an operator that has drawn.
 
@@ -58,7 +55,6 @@ class SelectionReplay:
         storages: list[int],
         selection: OperatorSelection,
         allocations: AllocationTrace,
-        intervals: Intervals,
         window: tuple[int, int],
         state_bytes: int,
     ) -> None:
@@ -70,7 +66,7 @@ class SelectionReplay:
         self._deltas = allocations.delta_bytes
         self._position = [allocations.marks[mark].position for run in runs for mark in (run.begins, run.ends)]
         self._begin, self._end = (allocations.marks[mark].position for mark in window)
-        self._intervals = intervals
+        self._intervals = allocations.intervals
         self._pointers = allocations.ptr
         operators = flow.operators
         self.spared = {one for one in selection.held if one < selection.ends and operators[one].replaceable}
@@ -118,7 +114,7 @@ class SelectionReplay:
         replaceable = [index for index in self._selection.held if self._flow.operators[index].replaceable]
         for index in replaceable:
             held.update(self._storages[value] for value in self._flow.operators[index].outputs)
-        live = _live(self._without_frees(self._end, held))
+        live = live_bytes_of(self._without_frees(self._end, held))
         for index in self._drawn(replaceable):
             live[self._span(index)[1] - self._begin :] += self._state_bytes
         return int(live.max())
@@ -155,7 +151,7 @@ class SelectionReplay:
                 freed = self._freed(event)
                 if freed < end and event not in alone:
                     delta[freed - self._begin] = 0
-        live = _live(delta)
+        live = live_bytes_of(delta)
         first, *others = self._drawn(self.spared) or [ends]
         for index in others:
             live[self._span(index)[0] - self._begin :] -= self._state_bytes
@@ -174,8 +170,3 @@ class SelectionReplay:
             if made is not None and self._begin <= made.freed < end:
                 delta[made.freed - self._begin] = 0
         return delta
-
-
-def _live(delta: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the live bytes before each event and after the last, over those at the beginning."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])

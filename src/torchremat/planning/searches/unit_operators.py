@@ -15,14 +15,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.partial_backward import in_parts
-from torchremat.planning.searches.replays import Intervals, SelectionReplay
+from torchremat.planning.searches.replays import SelectionReplay
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
 from torchremat.schedules.dataflow import Dataflow, Value
@@ -39,7 +38,6 @@ class UnitOperators:
         cost: The quantity to minimise.
         unit: The unit.
         allocations: The allocator's events in the traced forward.
-        intervals: By address, the events that allocated and freed something there.
         pooled_s: The seconds of each operator of the forward.
         has_options: Whether a part of the unit may be kept.
     """
@@ -51,7 +49,6 @@ class UnitOperators:
         unit: int,
         *,
         allocations: AllocationTrace,
-        intervals: Intervals,
         pooled_s: list[float],
         has_options: bool,
     ) -> None:
@@ -60,7 +57,6 @@ class UnitOperators:
         self.unit = unit
         self.has_options = has_options
         self._allocations = allocations
-        self._intervals = intervals
         self._pooled_s = pooled_s
         self._log = profile.units.trace.operators
 
@@ -109,7 +105,7 @@ class UnitOperators:
         # The states of generators are on the host: the held output of an operator that has drawn comes with one.
         state_bytes = profile.generator_bytes
         replay = SelectionReplay(
-            log, runs, self.flow, self._storages, selection, self._allocations, self._intervals, window, state_bytes
+            log, runs, self.flow, self._storages, selection, self._allocations, window, state_bytes
         )
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
         again = [index for index in range(selection.ends) if index not in replay.spared]
@@ -184,14 +180,13 @@ def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
     having = [allocations is not None and _has_options(profile, unit, casts) for unit in range(len(profile.sizes))]
     if allocations is None or not any(having):
         return []
-    intervals, pooled_s = intervals_of(allocations), pooled_seconds(log.runs)
+    pooled_s = pooled_seconds(log.runs)
     return [
         UnitOperators(
             profile,
             cost,
             unit,
             allocations=allocations,
-            intervals=intervals,
             pooled_s=pooled_s,
             has_options=has_options,
         )

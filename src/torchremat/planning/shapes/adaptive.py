@@ -30,7 +30,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
@@ -288,9 +288,9 @@ class Adaptive(Generic[B]):
     def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
         optimizer_peak = chosen.family.optimizer_peak_bytes
         if optimizer_peak > self._limit_bytes:
-            return (
-                f"the budget is {format_bytes(self.budget_bytes)} ({self._budget}), but optimizer.step() alone peaks "
-                f"at {format_bytes(optimizer_peak)}, which no recomputation lowers."
+            reserved_bytes = self.budget_bytes - self._limit_bytes
+            return optimizer_alone(
+                self.budget_bytes, self._budget, peak_bytes=optimizer_peak, reserved_bytes=reserved_bytes
             )
         smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
         what = "was not run" if self._over == "raise" else "runs under the plan that needs least"
