@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import private
-from torchremat._compat.counts import holders_in_torch, tensors_in
+from torchremat._compat.tensors import holders_in_torch, tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

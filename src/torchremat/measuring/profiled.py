@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from torchremat._compat.collectives import settled_collectives
-from torchremat._compat.profiler_lines import errors_alone
+from torchremat._compat.profiler import errors_alone
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
     MEMORY,

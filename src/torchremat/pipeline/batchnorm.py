@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from torchremat._compat.norms import AnyBatchNorm
+from torchremat._compat.modules import AnyBatchNorm
+from torchremat.ambient.global_state import EXCHANGING
 from torchremat.ambient.hidden import hiding
-from torchremat.ambient.locks import EXCHANGING
 from torchremat.errors import ScheduleError, UnsupportedError
 from torchremat.regions.runtime import is_recomputing
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced

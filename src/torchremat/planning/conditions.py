@@ -10,7 +10,7 @@ from torch import nn
 
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat._compat.checkpoints import is_checkpoint_wrapper, is_hook_of_torch_checkpoint
-from torchremat._compat.compiled_code import is_compiled
+from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.sharding import is_managed
 
 

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, current_node, python_node
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.regions.slots import Key, Recomputable, Slot, written_in_region
 from torchremat.regions.threads import thread
 from torchremat.tensors.packed import unpacked_in_graphs

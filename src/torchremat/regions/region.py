@@ -33,7 +33,7 @@ from torchremat._compat.autograd import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.counts import holders_in_python, holders_in_torch, sequence_of, tensors_in
+from torchremat._compat.tensors import holders_in_python, holders_in_torch, sequence_of, tensors_in
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
 from torchremat.regions.slots import Slot

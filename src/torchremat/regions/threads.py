@@ -12,7 +12,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from torchremat._compat.graphs import is_traced
+from torchremat._compat.dynamo import is_traced
 from torchremat._compat.thread_locals import (
     get_from_tls,
     is_in_tls,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchremat.ambient.locks import EXCHANGING
+from torchremat.ambient.global_state import EXCHANGING
 from torchremat.state.containers import other, with_others
 from torchremat.state.dicts import Dicts
 from torchremat.state.holders import Holder

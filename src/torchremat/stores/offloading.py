@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.catalog import Catalog, unpack

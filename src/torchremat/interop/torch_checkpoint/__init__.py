@@ -39,7 +39,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchremat._compat.checkpoints import checkpoint_switches
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError, warn

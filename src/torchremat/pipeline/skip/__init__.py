@@ -2,12 +2,12 @@
 
 In reading order:
 
-namespaces.py   namespaces for names
-layouts.py      source and target stage of each skip
-trackers.py     where skips wait between their stash and their pop
-skippables.py   modules that stash and pop
-inspection.py   whether the stashes and pops of a model match, and the routes of the skips
-portals.py      how a skip gets from one stage to another, and which object holds it when
+namespaces.py  namespaces for names
+layouts.py     source and target stage of each skip
+trackers.py    where skips wait between their stash and their pop
+skippables.py  modules that stash and pop
+inspection.py  whether the stashes and pops of a model match, and the routes of the skips
+portals.py     how a skip gets from one stage to another, and which object holds it when
 """
 
 from torchremat.pipeline.skip.inspection import inspect_skip_layout, verify_skippables

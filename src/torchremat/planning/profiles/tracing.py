@@ -24,8 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from torchremat._compat.compiled_code import is_compiled
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks

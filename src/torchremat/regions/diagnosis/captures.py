@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.compiled_code import is_compiled
+from torchremat._compat.dynamo import is_compiled
 from torchremat.regions.calls import Call
 from torchremat.state.code import function_of
 from torchremat.state.naming import named_objects
