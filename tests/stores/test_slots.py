@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchremat.stores.codecs.bits import pack_bits
+from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)

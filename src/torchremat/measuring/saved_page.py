@@ -8,8 +8,8 @@ from torchremat.measuring.measured_page import OUTSIDE
 from torchremat.measuring.saved_data import SavedData
 from torchremat.measuring.saved_text import storage_rows, summary_rows
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.charts import tree_chart
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
-from torchremat.views.tree_chart import tree_chart
 
 
 def page_of(report: SavedData) -> Page:

@@ -10,7 +10,7 @@ from typing import Any
 from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
-from torchremat.regions.naming import name
+from torchremat.regions.runtime import name
 from torchremat.regions.selective.op_info import op_info_of
 
 

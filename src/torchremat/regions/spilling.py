@@ -27,11 +27,11 @@ from torchremat._compat.tensors import holders_in_python, holders_in_torch, sequ
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
 from torchremat.regions.slots import Slot
+from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
-from torchremat.stores.release import land
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.sizes import format_bytes, parse_bytes

@@ -21,7 +21,7 @@ from torchremat._compat.thread_locals import (
     stash_in_tls,
 )
 from torchremat.regions.calls import Call
-from torchremat.regions.frozen_values import Frozen
+from torchremat.regions.inputs import Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.watching import Collecting, Replaying
 

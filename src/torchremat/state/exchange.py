@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchremat.ambient.global_state import EXCHANGING
-from torchremat.state.containers import other, with_others
-from torchremat.state.dicts import Dicts
+from torchremat.state.containers import Dicts, other, with_others
 from torchremat.state.holders import Holder
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
 from torchremat.state.reading import WrittenTensors

@@ -25,9 +25,8 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.stores.held import InCatalog
-from torchremat.stores.kept import Kept
-from torchremat.stores.parameters import is_in_running_module, is_leaf_of_model
+from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model
+from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.schedule import Schedule
 from torchremat.stores.shared import Shared, Totals

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
+from torchremat.stores.base import Ledger, goes_on_reading
+from torchremat.stores.disk_entries import Entry, Patience, ReadAhead, State, WriteOutcome
 from torchremat.stores.disk_file import DiskFile, bytes_of
-from torchremat.stores.entries import Entry, ReadAhead, State, WriteOutcome
 from torchremat.stores.extents import Extent
-from torchremat.stores.patience import Patience
-from torchremat.stores.release import goes_on_reading
-from torchremat.stores.statistics import Ledger
 from torchremat.tensors.versioned import Versioned
 
 # How often a waiter polls whether the threads are alive, in seconds.

@@ -14,10 +14,10 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
-from torchremat.stores.release import land
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Store

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import RELEASE
-from torchremat.stores.codecs.bits import spread_bits
+from torchremat.stores.codecs.lossless import spread_bits
 
 _aten = torch.ops.aten
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
+from torchremat.stores.base import Remade, StoreStatistics, filled, land
 from torchremat.stores.contents import content_of
-from torchremat.stores.pickling import Remade
-from torchremat.stores.release import land
-from torchremat.stores.statistics import StoreStatistics, filled
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle, Store

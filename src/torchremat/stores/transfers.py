@@ -36,9 +36,9 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
+from torchremat.stores.base import Ledger
 from torchremat.stores.contents import Content
 from torchremat.stores.pinned import PinnedBlock, Pool
-from torchremat.stores.statistics import Ledger
 from torchremat.tensors.versioned import Versioned
 
 # Upper bound on the device bytes held for copies that have not ended: at most this many, and at most this share of the

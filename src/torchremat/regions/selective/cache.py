@@ -53,7 +53,7 @@ from torchremat.regions.selective.kept import (
     tensors_in,
 )
 from torchremat.regions.selective.op_info import OpInfo
-from torchremat.stores.weak import Counter
+from torchremat.stores.foreign import Counter
 
 Operator = Callable[..., object]
 

@@ -1,13 +1,25 @@
-"""The counts of a store, and the limit that it keeps to."""
+"""The parts of every store: its counts and limit, copies of the store, and when it has released a tensor.
+
+A store may go on reading after `put` has returned, in threads of its own: the tensor that it was given, or a tensor
+made from it. The caller keeps the first alive, and may keep the second alive too: its memory is then freed where the
+caller drops it, and not by some thread at an arbitrary time.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.tensors.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from torchremat.tensors.handles import Handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,3 +148,76 @@ def filled(statistics: StoreStatistics) -> str:
     if statistics.limit_bytes is None:
         return f"holds {stored}"
     return f"holds {stored} of {format_bytes(statistics.limit_bytes)}"
+
+
+class Remade:
+    """A store that copies of a model share, and that another process makes anew: empty, from the same arguments.
+
+    Its file, threads and locks belong to one process; a copy of them would close the file of the original.
+    """
+
+    _made_of: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Record the arguments."""
+        made = super().__new__(cls)
+        made._made_of = args, kwargs
+        return made
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
+        args, kwargs = self._made_of
+        return partial(type(self), **kwargs), args
+
+
+def settle(handle: Handle) -> None:
+    """Wait until a store no longer reads the tensor it was given; no wait for a store that copied at once.
+
+    A handle of a store that goes on reading after `put` has a method `settle` for this.
+    """
+    wait: Callable[[], None] | None = getattr(handle, "settle", None)
+    if wait is not None:
+        wait()
+
+
+@runtime_checkable
+class Landing(Protocol):
+    """A store whose copies may end after `put` has returned, and that can be waited for."""
+
+    def land(self, *, all_of_it: bool) -> None:
+        """Wait until the memory of all tensors that were put is free, or all except what may always be in flight."""
+        ...
+
+
+def land(store: object, *, all_of_it: bool) -> None:
+    """Wait until a store has released the tensors it was given, if it is one that releases them later."""
+    if isinstance(store, Landing):
+        store.land(all_of_it=all_of_it)
+
+
+class _PendingReads(threading.local):
+    held: list[object] | None = None
+
+
+_read = _PendingReads()
+
+
+@contextmanager
+def held_in(held: list[object]) -> Generator[None]:
+    """Collect in `held` the tensors that stores go on reading after a `put` in the block."""
+    outer, _read.held = _read.held, held
+    try:
+        yield
+    finally:
+        _read.held = outer
+
+
+def goes_on_reading(tensor: object) -> None:
+    """Declare, in `put`, that the store reads a tensor after it has returned."""
+    if _read.held is not None:
+        _read.held.append(tensor)
