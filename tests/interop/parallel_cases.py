@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import torchremat
 from interop.trainers import Lit, Small, fit, layers, llama, train, whole
 from torchremat.interop.budgets import Budgeted, Training
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.wishes import Wishes, Words
 from torchremat.planning.plan_options import PlanOptions
 
 WORDS = Words(owner="", step="", taker="", smaller="")

@@ -6,8 +6,7 @@ from dataclasses import replace
 from schedules.joint_chains import best, chain
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.halves import Halves
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import Beside, live, split
+from torchremat.schedules.joint import Beside, beside_values, live, split
 from torchremat.schedules.saving import Saver
 from turns import in_turn
 

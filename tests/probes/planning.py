@@ -48,6 +48,5 @@ from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.regions.offload_schedule import OffloadSchedule
-from torchremat.schedules.chain import KeepNode, RegionNode, kept
-from torchremat.schedules.depths import DEEPEST, depth
+from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, depth, kept
 from torchremat.schedules.operator_selection import choices, evaluate

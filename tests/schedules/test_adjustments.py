@@ -1,8 +1,7 @@
 """What lies beside the values of a joint list, found from what is known of one split."""
 
 from schedules.joint_chains import chain
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import Beside, live, split
+from torchremat.schedules.joint import Beside, beside_values, live, split
 from torchremat.schedules.saving import Saver
 
 

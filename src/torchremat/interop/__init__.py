@@ -7,7 +7,7 @@ installing.py      these installed where third-party code has bound torch's
 wishes.py        what a user asks of a budget for a training that a framework runs
 budgets.py       such a budget
 accumulating.py  the last of several micro-steps, which reduces gradients
-words.py         errors, with a note in the framework's words
+wishes.py        what a user asks of a budget, and errors with a note in the framework's words
 transformers.py  the same as a callback of transformers' Trainer, and of its subclasses
 lightning.py     the same as a callback of Lightning's
 accelerate.py    the same as a replacement of `accelerator.prepare`

@@ -18,8 +18,7 @@ from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.wishes import Wishes, Words
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import TorchrematError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.wishes import Wishes, Words
 from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget

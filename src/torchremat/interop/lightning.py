@@ -17,7 +17,7 @@ from torch import nn
 from torchremat.errors import UnsupportedError
 from torchremat.interop import wishes
 from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
-from torchremat.interop.words import Words
+from torchremat.interop.wishes import Words
 from torchremat.measuring.optimizers import parameters_of
 
 try:

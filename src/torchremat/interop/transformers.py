@@ -23,8 +23,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.frames import running
 from torchremat.interop import wishes
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.wishes import Wishes, Words
 
 try:
     import transformers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchremat.errors import MutationError
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
-from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.layouts import Key
 from torchremat.pipeline.streams import Stream, use_stream
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings

@@ -30,14 +30,12 @@ from torch import nn
 from torchremat.pipeline.cells import Cell, CellName
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.dependency import fork_all, join_all
-from torchremat.pipeline.marks import Passage
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.preceding import precede
-from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.recorder import Passage, Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
-from torchremat.pipeline.skip.namespaces import Key
-from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
-from torchremat.pipeline.workers import Worker, spawn_workers
+from torchremat.pipeline.skip.layouts import Key
+from torchremat.pipeline.streams import Stream, Worker, current_stream, spawn_workers, use_device, use_stream
 from torchremat.regions.settings import Settings
 from torchremat.schedules.pipelines import Kind, clock_cycles
 

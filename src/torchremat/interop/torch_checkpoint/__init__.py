@@ -43,9 +43,7 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError, warn
-from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
-from torchremat.interop.torch_checkpoint.decorated import Decorated
-from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
+from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, Decorated, GraphExecGroup, run_in_contexts
 from torchremat.interop.torch_checkpoint.selective import create_selective_checkpoint_contexts
 from torchremat.regions.reentrant import CheckpointFunction
 from torchremat.regions.runs import continued

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.layouts import Key, SkipLayout
 from torchremat.pipeline.streams import Stream, current_stream, device_of
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split, tensors_in

@@ -17,8 +17,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from torchremat.errors import SkipError
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key, Namespace
+from torchremat.pipeline.skip.layouts import Key, Namespace, SkipLayout
 from torchremat.regions.carriers import Carrier, carried, has_left_reentrant, reentrant
 
 

@@ -11,8 +11,7 @@ from torchremat.errors import CompileWarning, warn
 from torchremat.planning.compiling.graphs import JointReading
 from torchremat.planning.compiling.running import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, split
+from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, beside_values, split
 
 
 @dataclass(frozen=True, kw_only=True)

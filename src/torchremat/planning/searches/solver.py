@@ -22,8 +22,7 @@ from torchremat.planning.searches.loosening import loosened
 from torchremat.planning.searches.peak_bounds import PeakBounds
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import Chain, KeepNode, Tree
-from torchremat.schedules.depths import bounded
+from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
