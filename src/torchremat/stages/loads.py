@@ -45,7 +45,7 @@ class DeviceLoad:
     def bytes_of(self, stage: int, share: Share) -> int:
         """The bytes that a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
-        held += dict(self.between).get(stage, 0) * share.between_bytes
+        held += dict(self.between).get(stage, 0) * share.parts.between_bytes
         if stage != self.running:
             return held
         match self.phase:
@@ -62,9 +62,9 @@ class DeviceLoad:
             case "last":
                 return held + share.sums.last_bytes
             case "input":
-                return held + share.input_bytes
+                return held + share.parts.input_bytes
             case "weight":
-                return held + share.weight_bytes
+                return held + share.parts.weight_bytes
             case "loss":
                 return held
 

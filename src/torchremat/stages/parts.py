@@ -64,7 +64,7 @@ class Parts:
         self._mixtures: dict[int, tuple[Profile, Profile]] = {}
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
-    def predict(self, candidate: Candidate, *, ahead: bool = False) -> PartsPrediction:
+    def predict(self, candidate: Candidate, ahead: bool = False) -> PartsPrediction:
         """Return the bytes of both parts under a tree.
 
         Args:
@@ -81,7 +81,9 @@ class Parts:
         if ahead:
             highest = max(highest, input_part(own, simulator(), kept_bytes=kept_bytes, ahead=True)[0])
         return PartsPrediction(
-            input_bytes=highest, between_bytes=between, weight_bytes=between + self._weight_rise_bytes
+            input_bytes=max(0, highest),
+            between_bytes=max(0, between),
+            weight_bytes=max(0, between + self._weight_rise_bytes),
         )
 
     def _of(self, profile: Profile) -> Profile:

@@ -87,9 +87,9 @@ class PartsPrediction:
         weight_bytes: Peak of the weight part.
     """
 
-    input_bytes: int
-    between_bytes: int
-    weight_bytes: int
+    input_bytes: int = 0
+    between_bytes: int = 0
+    weight_bytes: int = 0
 
 
 def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
