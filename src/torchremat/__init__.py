@@ -54,7 +54,7 @@ from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.report import Report
-from torchremat.planning.searches.progress import Progress
+from torchremat.planning.searches.search_budget import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.verification import verify
 from torchremat.regions.functions import checkpoint, checkpointed

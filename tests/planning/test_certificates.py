@@ -11,9 +11,8 @@ import models
 import torchremat
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
-from torchremat.planning.bounds.executing import saves_of
 from torchremat.planning.bounds.plain_step import Unseen, plain_step
-from torchremat.planning.bounds.relaxation import underestimate
+from torchremat.planning.bounds.relaxation import saves_of, underestimate
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.searches.flows import operators_of
 from torchremat.planning.simulator.prediction import predict

@@ -18,8 +18,7 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.sharding import data_parallel_around
 from torchremat.errors import BudgetWarning, PlanWarning, warn
 from torchremat.measuring.communication import communication_bytes
-from torchremat.planning.overruns import Overruns
-from torchremat.planning.soundings import Soundings
+from torchremat.planning.overruns import Overruns, Soundings
 from torchremat.planning.trained import Trained
 from torchremat.tensors.sizes import format_bytes
 

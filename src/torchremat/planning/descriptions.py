@@ -12,9 +12,8 @@ from torch import nn
 from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import shares_that_work
-from torchremat.planning.conditions import Conditions
+from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.forecasts import Forecast, Point
-from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
 from torchremat.planning.plans import Plan, claimed

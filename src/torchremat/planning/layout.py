@@ -12,8 +12,7 @@ from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
 from torchremat.planning.checks import Checks
-from torchremat.planning.conditions import Conditions
-from torchremat.planning.inputs import InputSizes
+from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals

@@ -11,8 +11,7 @@ from torch import nn
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.planning.checks import Checks
-from torchremat.planning.conditions import Conditions, conditions_of
-from torchremat.planning.inputs import InputSizes
+from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
 from torchremat.regions.calls import Body
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import Scope

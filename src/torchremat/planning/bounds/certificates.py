@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchremat.planning.bounds.executing import regions_of
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen
-from torchremat.planning.bounds.relaxation import Relaxation, underestimate
+from torchremat.planning.bounds.relaxation import Relaxation, regions_of, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.prediction import Prediction

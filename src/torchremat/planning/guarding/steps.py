@@ -37,8 +37,7 @@ from torchremat.planning.guarding.agreement import AttemptOutcome, agreed, check
 from torchremat.planning.guarding.attempts import Attempt, Doing, attempt_of
 from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.settings import GuardSettings
-from torchremat.planning.guarding.snapshots import StepState
-from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
+from torchremat.planning.guarding.snapshots import StepState, check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening
 from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions

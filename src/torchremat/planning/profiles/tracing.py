@@ -36,8 +36,7 @@ from torchremat.measuring.storages import StorageMap
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
-from torchremat.planning.conditions import conditions_of
-from torchremat.planning.inputs import elements_in
+from torchremat.planning.conditions import conditions_of, elements_in
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorTracer

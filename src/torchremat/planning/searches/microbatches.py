@@ -20,8 +20,7 @@ import numpy as np
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
-from torchremat.planning.simulator.ahead import after_lookahead
-from torchremat.planning.simulator.parts import PartsPrediction
+from torchremat.planning.simulator.parts import PartsPrediction, after_lookahead
 from torchremat.planning.simulator.prediction import walk_of
 from torchremat.schedules.persistent import Persistent
 

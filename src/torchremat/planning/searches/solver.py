@@ -18,8 +18,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
-from torchremat.planning.searches.loosening import loosened
-from torchremat.planning.searches.peak_bounds import PeakBounds
+from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import predict
 from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded

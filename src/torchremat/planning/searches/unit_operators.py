@@ -21,8 +21,7 @@ from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
-from torchremat.planning.searches.partial_backward import in_parts
-from torchremat.planning.searches.replays import Intervals, SelectionReplay
+from torchremat.planning.searches.replays import Intervals, SelectionReplay, in_parts
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
 from torchremat.schedules.dataflow import Dataflow, Value

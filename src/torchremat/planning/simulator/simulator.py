@@ -18,9 +18,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.simulator.graphs import Graphs
-from torchremat.planning.simulator.links import Links
-from torchremat.planning.simulator.live_bytes import LiveBytes
+from torchremat.planning.simulator.holding import Graphs, Links, LiveBytes
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
