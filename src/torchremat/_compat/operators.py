@@ -62,7 +62,7 @@ def pattern_of(operator: object) -> str | None:
 
 
 def has_kernel(operator: object, device: torch.device) -> bool:
-    """Return whether an operator has a kernel of its own for a kind of device, even if it also decomposes."""
+    """Return whether an operator has its own kernel for a kind of device, even if it also decomposes."""
     return isinstance(operator, _Overload) and _has_kernel(cast("Any", operator).name(), _key_of_device(device.type))
 
 

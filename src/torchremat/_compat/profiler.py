@@ -57,7 +57,7 @@ def errors_alone() -> Generator[None]:
 
 @contextmanager
 def profiler_silenced() -> Generator[None]:
-    """Keep the profiler's own lines from stderr during a block, which has to be short.
+    """Keep the profiler's own lines from stderr during a block, which must be short.
 
     All other output in the block, by other threads too, appears when it ends.
     """

@@ -118,7 +118,7 @@ class AmbientState:
         return [*self._function_modes, *self._modes[1]]
 
     def are_here(self, *, in_forward: bool = False) -> bool:
-        """Return whether this is the caller's current state, so that nothing has to be restored.
+        """Return whether this is the caller's current state, so that nothing needs to be restored.
 
         Infrastructure modes that were entered since may stay around a recompute, but a forward under them differs.
         """

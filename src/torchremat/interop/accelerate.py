@@ -93,13 +93,13 @@ def prepare(
             be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.
         StepError: The step returns no loss, or an argument is invalid.
-        UnsupportedError: The model recomputes by itself, or an engine of its own runs backward; `shapes=True`, and
+        UnsupportedError: The model recomputes by itself, or a separate engine runs backward; `shapes=True`, and
             several processes train together.
     """
     wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
@@ -192,7 +192,7 @@ def _check(accelerator: accelerate.Accelerator, model: nn.Module) -> None:
     engine = accelerator.distributed_type.value
     if engine in ("DEEPSPEED", "MEGATRON_LM"):
         raise UnsupportedError(
-            f"prepare: {engine} runs backward and optimizer in an engine of its own, where no step can be planned. "
+            f"prepare: {engine} runs backward and optimizer in its own engine, where no step can be planned. "
             "Shard with FSDP2 instead: `Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))`."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

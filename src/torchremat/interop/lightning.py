@@ -52,7 +52,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
@@ -177,6 +177,6 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(trainer.strategy).__name__
     if "DeepSpeed" in name or name == "FSDPStrategy":
         raise UnsupportedError(
-            f"MemoryBudget: {name} runs forward and backward in an engine of its own, where no step can be planned. "
+            f"MemoryBudget: {name} runs forward and backward in its own engine, where no step can be planned. "
             "Shard with FSDP2 instead: `Trainer(strategy=ModelParallelStrategy())`."
         )

@@ -62,7 +62,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
@@ -204,7 +204,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
     check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
-            "MemoryBudget: DeepSpeed runs backward and optimizer in an engine of its own, where no step can be "
+            "MemoryBudget: DeepSpeed runs backward and optimizer in its own engine, where no step can be "
             "planned. Shard with FSDP2 instead: `TrainingArguments(fsdp=True, fsdp_config={'version': 2})`."
         )
     if args.n_gpu > 1:

@@ -50,7 +50,7 @@ class Wishes:
         budget: As for `fit`.
         margin: As for `fit`.
         options: As for `fit`.
-        shapes: Whether lengths vary so much that each shape has a plan of its own.
+        shapes: Whether lengths vary so much that each shape has its own plan.
 
     Raises:
         BudgetError: Budget or margin is not a size.

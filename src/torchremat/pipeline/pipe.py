@@ -132,7 +132,7 @@ class Pipe(nn.Module):
         """
         if is_checkpointing() or is_recomputing():
             raise UnsupportedError(
-                "a Pipe was called in a region, and its stages run in threads of their own, which the region does "
+                "a Pipe was called in a region, and its stages run in their own threads, which the region does "
                 "not see. A Pipe recomputes by itself: use its `checkpoint` argument."
             )
         if is_transformed():

@@ -33,7 +33,7 @@ def default_stream(device: torch.device) -> Stream:
 
 
 def new_stream(device: torch.device) -> Stream:
-    """Return a stream of its own."""
+    """Return a new stream."""
     return accelerator_of(device).new_stream(device)
 
 

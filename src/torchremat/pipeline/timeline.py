@@ -31,7 +31,7 @@ class Timeline:
         events: The events; their seconds count from any point in time before the first of them.
         stages: The number of stages.
         workers: The stages of each worker. A stage that shares its worker is idle when the worker is. Empty if each
-            stage has a worker of its own.
+            stage has its own worker.
         predicted: The prediction of the same step.
 
     Raises:

@@ -170,7 +170,7 @@ def _choose(
 ) -> Iterable[int]:
     """Enter the calls in regions into `choices`, and yield the units that are in no region.
 
-    `own` are the settings of units that are regions of their own, since they are kept in part.
+    `own` are the settings of units that are separate regions, since they are kept in part.
     """
     for node in nodes:
         if isinstance(node, RegionNode):
@@ -206,7 +206,7 @@ def install(
 ) -> Application:
     """Make the calls of a model regions by a tree, and return the application; on an error nothing changes.
 
-    Calls of `unmet` modules, by name with the root of each, are reported, and are regions of their own.
+    Calls of `unmet` modules, by name with the root of each, are reported, and are separate regions.
     """
     held, transfers = tuple(held), {} if offload_schedule is None else dict(offload_schedule.transfers)
     applied = Application(calls=calls, tree=tree, held=held, transfers=transfers)

@@ -203,7 +203,7 @@ class UnboundForward:
         """Return the forward of a module.
 
         Raises:
-            WrapError: It is a copy of the wrapped module, which guards objects of its own.
+            WrapError: It is a copy of the wrapped module, which guards its own objects.
         """
         forward = self.forward
         if forward._module() is module:

@@ -73,7 +73,7 @@ class Unpin:
     def __call__(self, *_: object) -> None:
         """Drop the tensors: the hook of the node."""
         if current_graph_task() != self.task:
-            return  # another thread runs the same node for a backward of its own
+            return  # another thread runs the same node for its own backward
         slot = self.slot()
         if slot is not None:
             slot.drop(self.key)

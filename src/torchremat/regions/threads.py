@@ -28,7 +28,7 @@ from torchremat.regions.selective.watching import Collecting, Replaying
 # NOTE [ In which thread a backward runs ]
 #
 # A backward that is called in a region runs the nodes of a device in a thread of autograd, and so does any backward
-# that is nested deeply enough. The state around the running code has to be visible there as well: the operators of that
+# that is nested deeply enough. The state around the running code must be visible there as well: the operators of that
 # backward belong to the region, and a region there is an inner region. torch copies its own thread-local state, such as
 # grad mode and dispatch modes, from the thread that calls a backward to the threads in which it runs, together with
 # objects stashed there under a key. So `Now` is stashed while it is not empty. An autograd thread serves many backwards

@@ -220,7 +220,7 @@ class _StackMachine:
         if top is None:
             self.refuse(action, "every backward has run")
         if isinstance(top, _RegionFrame):
-            self.refuse(action, f"H{top.first}-{top.last} comes next and has to be recomputed first")
+            self.refuse(action, f"H{top.first}-{top.last} comes next and must be recomputed first")
         if top.stage != action.stage:
             self.refuse(action, f"the backward of stage {top.stage} comes next")
         self.live(self.chain.stages[action.stage].backward_base_bytes + top.option.backward_peak_bytes, action)

@@ -16,12 +16,12 @@ from typing import Any, cast
 from torchremat.state.watching import only_looks_on
 
 Dict = dict[Any, Any]
-ABSENT = object()  # in the place of a missing name or an empty cell
+ABSENT = object()  # in place of a missing name or an empty cell
 size_of = cast("Callable[[Dict], int]", dict.__len__)
 
 
 def _kind(own: Dict) -> type[Dict]:
-    # An OrderedDict keeps its order in a list of its own.
+    # An OrderedDict keeps its order in its own list.
     return cast("type[Dict]", OrderedDict if isinstance(own, OrderedDict) else dict)
 
 

@@ -69,7 +69,7 @@ class Exchange:
                 raise
 
     def _is_today(self) -> bool:
-        """Read the current world; return whether nothing has to be swapped, and no thread is about to change it."""
+        """Read the current world; return whether nothing needs to be swapped, and no thread is about to change it."""
         snapshot = self._snapshot
         self._flags = now = [*map(flags_of, snapshot.watched)]
         self._hooks = copied_hooks(snapshot.watched) if now else None

@@ -1,6 +1,6 @@
 """The parts of every store: its counts and limit, copies of the store, and when it has released a tensor.
 
-A store may go on reading after `put` has returned, in threads of its own: the tensor that it was given, or a tensor
+A store may go on reading after `put` has returned, in its own threads: the tensor that it was given, or a tensor
 made from it. The caller keeps the first alive, and may keep the second alive too: its memory is then freed where the
 caller drops it, and not by some thread at an arbitrary time.
 """

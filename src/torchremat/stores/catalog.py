@@ -131,7 +131,7 @@ class Catalog:
         See NOTE [ Writes that are seen coming ].
 
         Raises:
-            StoreError: A copy has to be put, but the store is strict and has no room.
+            StoreError: A copy must be put, but the store is strict and has no room.
         """
         memory = StorageWeakRef(storage)
         with self._lock:
@@ -144,7 +144,7 @@ class Catalog:
 
         Args:
             tensor: The tensor that autograd saves.
-            mask: The bits of a mask, in memory of its own.
+            mask: The bits of a mask, in new memory.
         """
         handle = self.store.put(mask)
         if handle is not None:

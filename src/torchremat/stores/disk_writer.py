@@ -1,6 +1,6 @@
 """Tensors that are written to a file and read back, by threads whose progress is never taken for granted.
 
-NOTE [ Nobody waits for a thread that is gone ]
+NOTE [ Threads that are gone ]
 A thread may die in the middle of any line, and a disk may stop answering. So each tensor records the thread that moves
 it; a waiter polls whether that thread is alive, and if not has the work done again. Repeating is safe: a write writes
 the same bytes to the same place, a read goes to fresh memory. If no thread is left, the waiter does the work itself. If
@@ -218,7 +218,7 @@ class DiskWriter:
         return next((entry for entry in self._pending if entry.state is State.WAITING), None)
 
     def _revive(self) -> None:
-        """Requeue tensors whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
+        """Requeue tensors whose thread is gone. See NOTE [ Threads that are gone ]."""
         for entry in list(self._pending):
             if entry.mover is not None and not entry.mover.is_alive():
                 self._undo(entry)

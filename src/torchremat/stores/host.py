@@ -19,7 +19,7 @@ from torchremat.tensors.versioned import Versioned
 class Host(Remade):
     """A store in host memory.
 
-    Tensors of CUDA devices go to pinned memory and come back on streams of their own, overlapping the device's
+    Tensors of CUDA devices go to pinned memory and come back on their own streams, overlapping the device's
     computation; where no more memory can be pinned, they are copied while `put` runs. A tensor that is already in host
     memory is copied as well, so that it may be written in place afterwards: `get` returns what was put.
 

@@ -67,7 +67,7 @@ class Record:
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
         shared: The state that the records of a catalog share.
-        by_storage: Gets the record for each storage whose writes it has to be told of.
+        by_storage: Gets the record for each storage whose writes it must be told of.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
 
@@ -155,7 +155,7 @@ class Record:
             piece.handle.before_write()
             return
         if piece.given is not None and piece.given() is not storage:
-            return  # the store has a copy that no other code knows, or an encoding of its own
+            return  # the store has a copy that no other code knows, or its own encoding
         try:
             copy = piece.handle.get().clone()
         except MutationError:

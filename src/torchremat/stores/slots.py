@@ -108,7 +108,7 @@ def _ones(tensor: Tensor) -> Tensor:
     return tensor.new_ones(()).expand_as(tensor)
 
 
-# Where a backward formula has a kernel of its own, that kernel is asked which elements pass a gradient of one: so the
+# Where a backward formula has its own kernel, that kernel is asked which elements pass a gradient of one: so the
 # code need not know how it compares (bfloat16 with 0.1, NaNs with anything).
 
 

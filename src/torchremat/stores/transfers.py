@@ -53,7 +53,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Return a stream of its own."""
+    """Return a new stream."""
     return cast("torch.Stream", accelerator_of(device).new_stream(device))
 
 

@@ -60,7 +60,7 @@ class Protecting(Protocol):
     """A handle that is told of writes. See NOTE [ Who may write to what was put ]."""
 
     def before_write(self) -> None:
-        """Move the stored value to memory of its own before returning, since the tensor is about to be written.
+        """Move the stored value to new memory before returning, since the tensor is about to be written.
 
         May be called many times, and from another thread than `put`. If the tensor was already written, unannounced,
         this does nothing, and `get` still raises.

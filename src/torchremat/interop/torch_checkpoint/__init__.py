@@ -233,7 +233,7 @@ def _run_reentrant(
         )
     if innermost_transform() is not None:
         raise UnsupportedError(
-            "a reentrant region (use_reentrant=True) runs a backward of its own, which transforms of torch.func do "
+            "a reentrant region (use_reentrant=True) runs its own backward, which transforms of torch.func do "
             "not see. Pass use_reentrant=False."
         )
     return CheckpointFunction.apply(function, preserve, *args)

@@ -1,6 +1,6 @@
 """The carriers of skips between stages: a skip goes directly from the stage that stashes it to the one that pops it.
 
-The holders of one microbatch's skip that stage S stashes and stage T pops, each with a device of its own, with stage M
+The holders of one microbatch's skip that stage S stashes and stage T pops, each with its own device, with stage M
 between them. "S" and "T" mean the tensors that autograd saves in the cells, which hold the skip if their backward needs
 it:
 

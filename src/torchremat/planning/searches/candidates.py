@@ -25,6 +25,6 @@ class Candidate:
 
     @property
     def slowdown(self) -> float:
-        """Predicted seconds of a step over those of a plain one."""
+        """Predicted seconds of a step over a plain step's."""
         added_s = self.prediction.seconds + self.prediction.moving_s
         return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0

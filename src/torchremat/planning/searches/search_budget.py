@@ -32,7 +32,7 @@ class Progress:
         share: The share of the options, of the search for plans, or of the steps of `verify` that is done: from 0 to
             1, and never less than before. A search that runs out of time ends sooner. None if unknown, which is while
             the step runs.
-        slowdown: Predicted seconds of a step over those of a plain one, under the best plan found so far for the
+        slowdown: Predicted seconds of a step over a plain step's, under the best plan found so far for the
             current budget; None before the first one.
     """
 

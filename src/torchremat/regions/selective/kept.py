@@ -21,7 +21,7 @@ class WatchedMemory:
     """A kept output that has to know whether its memory was written.
 
     Attributes:
-        others: The counters of aliases with a version counter of their own. See NOTE [ Selective recompute ], 4
+        others: The counters of aliases with their own version counter. See NOTE [ Selective recompute ], 4
     """
 
     __slots__ = ("others",)
