@@ -121,13 +121,6 @@ def test_bad_schedules_are_refused(line, message):
     assert str(raised.value).startswith(message)
 
 
-def test_a_region_over_a_stage_that_cannot_be_recomputed_is_refused():
-    chain = Chain(stages=(make_stage(), make_stage(recomputable=False)))
-
-    with pytest.raises(ScheduleError, match="action 0, H0-1: stage 1 cannot be recomputed"):
-        interpret(chain, parse("H0-1 F0 F1"))
-
-
 def test_actions_and_nodes_are_not_mixed():
     with pytest.raises(ScheduleError, match="1 nodes of a tree and 1 actions are mixed"):
         interpret(three_stages(), (KeepNode(0), *parse("F1:0")))

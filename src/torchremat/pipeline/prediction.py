@@ -34,10 +34,11 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
     """Return the step of an order with the times of a measured step.
 
-    >>> from torchremat.schedules.pipelines import gpipe
+    >>> from torchremat.schedules.pipelines import parse
     >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
-    >>> predict(Timeline(events=(), stages=2), gpipe(3, 2), costs=costs).step_s  # (3 + 2 - 1) * (1 + 2)
-    12.0
+    >>> order = parse(["F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"])
+    >>> predict(Timeline(events=(), stages=2), order, costs=costs).step_s  # (2 + 2 - 1) * (1 + 2)
+    9.0
 
     Args:
         timeline: The median times of each stage are taken from it.

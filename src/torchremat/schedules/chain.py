@@ -59,7 +59,6 @@ class Stage:
         output_bytes: Live bytes of its output at its exit if nothing is saved.
         drop_peak_bytes: Highest live bytes during a forward that saves nothing, above the bytes live at its entry.
         options: The ways of keeping it, at least one.
-        recomputable: False if no region may contain it: it is kept at top level.
         forward_base_bytes: Bytes live here in the first forward under any tree.
         backward_base_bytes: The same when its backward runs, and while a region that ends here is recomputed.
     """
@@ -71,7 +70,6 @@ class Stage:
     output_bytes: int
     drop_peak_bytes: int
     options: tuple[Option, ...]
-    recomputable: bool = True
     forward_base_bytes: int = 0
     backward_base_bytes: int = 0
 
@@ -198,8 +196,8 @@ def check_tree(tree: Tree, chain: Chain) -> None:
     """Return if the tree covers each stage of the chain once and in order.
 
     Raises:
-        ScheduleError: If it does not, if an option does not exist, or if a region contains a stage that must not be
-            recomputed, or an option that does not nest.
+        ScheduleError: If it does not, if an option does not exist, or if a region contains an option that does not
+            nest.
     """
     found = list(kept(tree))
     stages = [keep.stage for keep in found]
@@ -211,9 +209,6 @@ def check_tree(tree: Tree, chain: Chain) -> None:
             raise ScheduleError(f"stage {keep.stage}: option {keep.option} of {options} does not exist")
     for node in tree:
         if isinstance(node, RegionNode):
-            for stage in range(node.first, node.last + 1):
-                if not chain.stages[stage].recomputable:
-                    raise ScheduleError(f"stage {stage} cannot be recomputed, but a region contains it")
             for keep in kept((node,)):
                 if not chain.stages[keep.stage].options[keep.option].nests:
                     raise ScheduleError(f"stage {keep.stage}: option {keep.option} does not nest, but is in a region")

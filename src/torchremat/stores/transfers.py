@@ -74,14 +74,13 @@ class CopyAhead(NamedTuple):
 class Flight:
     """One copy out."""
 
-    __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source")
+    __slots__ = ("changed", "copied", "is_awaited", "size_bytes", "source")
 
     def __init__(self, source: Tensor, copied: torch.Event) -> None:
         # A view of the tensor, or a copy that no other code writes to.
         self.source: Versioned | None = Versioned(source)
         self.copied = copied
         self.size_bytes = source.nbytes
-        self.landed = False
         self.is_awaited = False  # whether the stream that writes waits for the copy
         self.changed: str | None = None
 
@@ -182,7 +181,6 @@ class Transfers:
         if source is not None and source.is_written and not flight.is_awaited:
             flight.changed = str(source.written())
         flight.source = None
-        flight.landed = True
         self._flying_bytes -= flight.size_bytes
 
     def _most_flying(self) -> int:

@@ -130,12 +130,8 @@ class Claim:
     regions: Regions | None = None
     stores: bool = False
 
-    def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
-        """Compute the bounds.
-
-        Args:
-            most_seconds: For the bound over all schedules; see `lower_bound`.
-        """
+    def certificate(self) -> Certificate:
+        """Compute the bounds."""
         missing: list[str] = []
         start_s = time.perf_counter()
         everything, persistent = None, None
@@ -147,9 +143,7 @@ class Claim:
             if isinstance(self.step, Unseen):
                 missing.append(self.step.reason)
             else:
-                everything = lower_bound(
-                    self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions, most_seconds=most_seconds
-                ).cost
+                everything = lower_bound(self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions).cost
                 if math.isinf(everything):
                     everything = None
                     missing.append(_NO_BOUND)

@@ -104,7 +104,7 @@ class Solver:
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees: all of them for few units, those with few regions or long strides for many."""
-        is_long = sum(stage.recomputable for stage in self.chain.stages) > _MOST_UNIFORM
+        is_long = len(self.chain.stages) > _MOST_UNIFORM
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
         chosen = chosen if self.hand_made else chosen[:_ALWAYS]

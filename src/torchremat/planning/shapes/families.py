@@ -200,7 +200,7 @@ class Families:
         family.add(shape, pair)
         return family
 
-    def find(self, shape: Shape, *, exact: bool = False) -> tuple[Family, Cover] | None:
+    def find(self, shape: Shape) -> tuple[Family, Cover] | None:
         """Return the family of a shape, and how its figures follow; None if the shape must be learned."""
         seen = [(one, family) for family in self.families for one in (*family.shapes, *family.measured)]
         below = _nearest(shape, ((one, family) for one, family in seen if _fits_into(one, shape)))
@@ -208,7 +208,7 @@ class Families:
         if below is not None and above is not None and below is not above:
             return None
         family = _nearest(shape, seen)
-        found = None if family is None else family.cover(shape, exact=exact)
+        found = None if family is None else family.cover(shape)
         return None if family is None or found is None else (family, found)
 
 
