@@ -57,11 +57,10 @@ from torchremat.planning.report import Report
 from torchremat.planning.searches.search_budget import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.verification import verify
-from torchremat.regions.functions import checkpoint, checkpointed
+from torchremat.regions.doors import checkpoint, checkpointed, unwrap, wrap
 from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, name, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
-from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.schedules.loops import LoopSchedule
 from torchremat.stores import codecs
 from torchremat.stores.base import StoreStatistics

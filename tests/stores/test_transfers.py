@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from torchremat import Disk, Host, MutationError, UnsupportedError
-from torchremat.stores.base import Ledger
-from torchremat.stores.contents import content_of
+from torchremat.stores.base import Ledger, content_of
 from torchremat.stores.pinned import Pool
 from torchremat.stores.transfers import Transfers
 

@@ -48,10 +48,9 @@ transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions
 offload_schedule.py  saved tensors of calls, on their way into stores and back
 runs.py              several calls as one region, regions inside regions
-functions.py         functions as regions
+doors.py             functions and modules as regions: `checkpoint`, `checkpointed`, `wrap`, `unwrap`
 forwards.py          the forward of a wrapped module
 patches.py           the attributes that wrapping puts on a module
-wrapping.py          modules as regions, by name
 reentrant.py         the reentrant region
 runtime.py           queries and requests for code that runs in a region, and names by which a policy knows tensors
 carriers.py          values that reach a region past its arguments

@@ -1,7 +1,6 @@
 """Stores: where saved tensors wait between forward and backward, each behind the same two methods.
 
-base.py            the parts of every store: counts and limit, copies of it, when it has released a tensor
-contents.py        the metadata of a stored tensor, and how the tensor is rebuilt
+base.py            the parts of every store: counts and limit, metadata of tensors, copies of it, release of tensors
 keep.py            left in place
 host.py            in host memory
   pinned.py        pinned memory, in exact sizes
@@ -18,7 +17,7 @@ codecs/            how a tensor is held in fewer bytes
 geometry.py    where in its storage a tensor lies
 foreign.py     memory that others own: bytes known weakly, parameters and buffers
 held.py        the objects that autograd holds for a catalog, and tensors kept in place
-schedule.py    the order in which a backward is likely to ask
+stored.py      the object that autograd holds in place of a tensor, and the prefetch in the order of a backward
 shared.py      the state that the records of a catalog share
 stored.py      the object that autograd holds in place of a tensor
 pieces.py      the pieces of a storage that a store has

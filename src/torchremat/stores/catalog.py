@@ -28,9 +28,8 @@ from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model
 from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
-from torchremat.stores.schedule import Schedule
 from torchremat.stores.shared import Shared, Totals
-from torchremat.stores.stored import Stored, as_in_memory
+from torchremat.stores.stored import Schedule, Stored, as_in_memory
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs

@@ -7,10 +7,9 @@ from typing import cast
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.stores.base import Remade, StoreStatistics, settle
+from torchremat.stores.base import Content, Remade, StoreStatistics, content_of, settle
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
-from torchremat.stores.contents import Content, content_of
 from torchremat.stores.keep import Keep
 from torchremat.tensors.handles import Handle, Store
 

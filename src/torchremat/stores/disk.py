@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError, warn
-from torchremat.stores.base import Ledger, Remade, StoreStatistics, bytes_of, filled, goes_on_reading, limit_of
-from torchremat.stores.contents import Content, content_of
+from torchremat.stores.base import (
+    Content,
+    Ledger,
+    Remade,
+    StoreStatistics,
+    bytes_of,
+    content_of,
+    filled,
+    goes_on_reading,
+    limit_of,
+)
 from torchremat.stores.disk_file import DiskFile
 from torchremat.stores.disk_writer import DiskWriter, Entry, State
 from torchremat.stores.extents import Extent

@@ -23,7 +23,7 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from torchremat.stores.contents import Content
+from torchremat.stores.base import Content
 from torchremat.stores.extents import Extent
 from torchremat.tensors.versioned import Versioned
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import MutationError, StoreError
-from torchremat.stores.base import Ledger, Remade, StoreStatistics, bytes_of, filled, limit_of
-from torchremat.stores.contents import Content, content_of
+from torchremat.stores.base import Content, Ledger, Remade, StoreStatistics, bytes_of, content_of, filled, limit_of
 from torchremat.stores.pinned import Pool
 from torchremat.stores.transfers import TransferHandle, Transfers
 from torchremat.tensors.sizes import format_bytes

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.stores.base import Remade, StoreStatistics, filled, land
-from torchremat.stores.contents import content_of
+from torchremat.stores.base import Remade, StoreStatistics, content_of, filled, land
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle, Store

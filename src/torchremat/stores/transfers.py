@@ -36,8 +36,7 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.stores.base import Ledger
-from torchremat.stores.contents import Content
+from torchremat.stores.base import Content, Ledger
 from torchremat.stores.pinned import PinnedBlock, Pool
 from torchremat.tensors.versioned import Versioned
 
