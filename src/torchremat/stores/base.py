@@ -1,4 +1,4 @@
-"""The parts of every store: its counts and limit, the metadata of a tensor, copies of the store, and when it has released.
+"""The parts of every store: counts and limit, metadata of tensors, copies of the store, release of tensors.
 
 A store may go on reading after `put` has returned, in its own threads: the tensor that it was given, or a tensor
 made from it. The caller keeps the first alive, and may keep the second alive too: its memory is then freed where the
@@ -146,6 +146,12 @@ def limit_of(limit: int | str | None, option: str) -> int | None:
     return None if limit is None else bytes_of(limit, option)
 
 
+def statistics_of(store: object) -> StoreStatistics | None:
+    """Return the counts of a store, None if it has none. See NOTE [ What a store may have as well ]."""
+    found = getattr(store, "statistics", None)
+    return found if isinstance(found, StoreStatistics) else None
+
+
 def filled(statistics: StoreStatistics) -> str:
     """Return how full a store is, in words."""
     stored = format_bytes(statistics.stored_bytes)
@@ -182,7 +188,7 @@ class Remade:
 def settle(handle: Handle) -> None:
     """Wait until a store no longer reads the tensor it was given; no wait for a store that copied at once.
 
-    A handle of a store that goes on reading after `put` has a method `settle` for this.
+    See NOTE [ What a store may have as well ].
     """
     wait: Callable[[], None] | None = getattr(handle, "settle", None)
     if wait is not None:
