@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import ge, gt, le, lt
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +19,11 @@ _key_of_device = cast("Callable[[str], str]", private("_C._dispatch_key_for_devi
 _has_kernel = cast(
     "Callable[[str, str], bool]", private("_C._dispatch_has_kernel_for_dispatch_key", needed_for=_POLICIES)
 )
+
+
+# Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.
+above_bound, below_bound = (ge, le) if RELEASE < (2, 14) else (gt, lt)
+"""Where clamp passes a gradient: above its least value, below its largest."""
 
 
 class OperatorName(NamedTuple):
