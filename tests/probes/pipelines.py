@@ -2,8 +2,8 @@
 
 from torchremat.pipeline import copying, streams
 from torchremat.pipeline.balance import times
+from torchremat.pipeline.cells import precede
 from torchremat.pipeline.events import PipelineEvent, pieces
-from torchremat.pipeline.preceding import precede
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.skip import portals
 from torchremat.pipeline.streams import CPU_STREAM, CpuStream, spawn_workers

@@ -7,7 +7,7 @@ loads.py      how many microbatches a device holds at each of its actions
 clocks.py     the bytes on a device of a `Pipe` at each of its actions
 parts.py      the bytes of a microbatch whose backward runs in two parts
 losses.py     the bytes of the loss, and of the optimizer of a device's stages
-sums.py       a microbatch among several in one backward
+sums.py       the bytes of a microbatch among several in one backward
 choosing.py   the cheapest trees for the stages of a device
 plans.py      plans of stages as data
 planner.py    `plan_stages`
