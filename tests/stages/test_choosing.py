@@ -51,7 +51,7 @@ def brute_force(shares, loads, limit):
 
 
 def peak(load, picked):
-    return load.beside_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
+    return load.other_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
 
 
 @in_turn("seed", range(5))

@@ -35,7 +35,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
-from torchremat.schedules.joint import Beside, Joint, Split, is_possible, split
+from torchremat.schedules.joint import Adjustments, Joint, Split, is_possible, split
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
 
@@ -126,9 +126,9 @@ class Saver:
         found = (split(joint, saved) for saved in (*self._more, *self._prices.hull))
         self._known = [self.plain, *(one for one in found if is_possible(one))]
 
-    def told(self, beside: Beside) -> Saver:
+    def told(self, adjustments: Adjustments) -> Saver:
         """Return a saver for the same list with the bytes in addition to its values."""
-        return Saver(replace(self.joint, beside=beside), self._more, cap_s=self._cap_s, prices=self._prices)
+        return Saver(replace(self.joint, adjustments=adjustments), self._more, cap_s=self._cap_s, prices=self._prices)
 
     @cached_property
     def floor(self) -> Split:

@@ -33,14 +33,14 @@ class DeviceLoad:
             forward and backward.
         held: How many microbatches each stage holds before their backward, without the one that runs.
         between: How many each stage holds between the two parts of their backward.
-        beside_bytes: Other bytes: of the loss, or between stages.
+        other_bytes: Other bytes: of the loss, or between stages.
     """
 
     running: int | None
     phase: Phase
     held: tuple[tuple[int, int], ...]
     between: tuple[tuple[int, int], ...] = ()
-    beside_bytes: int = 0
+    other_bytes: int = 0
 
     def bytes_of(self, stage: int, share: Share) -> int:
         """The bytes that a stage adds under a tree."""
@@ -88,7 +88,7 @@ def _loads(
     held, between, left = Counter[int](), Counter[int](), 0
 
     def load(stage: int, phase: Phase, own_bytes: int = 0) -> DeviceLoad:
-        return DeviceLoad(stage, phase, counted(held), counted(between), beside_bytes=left + own_bytes)
+        return DeviceLoad(stage, phase, counted(held), counted(between), other_bytes=left + own_bytes)
 
     for action in actions:
         stage = action.stage

@@ -7,7 +7,7 @@ the same bytes to the same place, a read goes to fresh memory. If no thread is l
 nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written
 yet is still in memory, so reading it takes no disk.
 
-The life of a tensor is a table in `entries.py`.
+The life of a tensor is a table in `disk_entries.py`.
 
 A slot of the file needs no generation number: it is given back once its handle is gone, so no
 reader of the old tensor is left that could see the next one's bytes; and if the disk returns the old content, the

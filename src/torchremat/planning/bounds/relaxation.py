@@ -3,7 +3,7 @@
     what                                        chains              here
     a storage that several units hold           counts for each     for the first that could hold it
     an input of which a part is saved           counts as a whole   does not count
-    bytes beside the plan, negative ones too    cut off at 0        the slack is added to the limit
+    bytes outside the plan, negative ones too   cut off at 0        the slack is added to the limit
     code between two units                      as in the profile   takes nothing
     a unit of which backward needs nothing      may cost            costs nothing
 
@@ -74,11 +74,11 @@ def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[i
     def bytes_of(storages: set[int]) -> int:
         return sum(trace.storage_bytes[storage] for storage in storages)
 
-    def beside(point: ProgramPoint) -> int:
+    def outside(point: ProgramPoint) -> int:
         return profile.extra_bytes.get((point, unit), -slack) + slack
 
-    during = beside(ProgramPoint.BACKWARD)
-    base = min(during, beside(ProgramPoint.RECOMPUTE))
+    during = outside(ProgramPoint.BACKWARD)
+    base = min(during, outside(ProgramPoint.RECOMPUTE))
     option = replace(
         stage.options[0],
         saved_bytes=size.inside_bytes + bytes_of(saved),
@@ -97,7 +97,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[i
         external_bytes=bytes_of(external),
         output_bytes=0,
         options=(option,),
-        forward_base_bytes=beside(ProgramPoint.FORWARD),
+        forward_base_bytes=outside(ProgramPoint.FORWARD),
         backward_base_bytes=base,
     )
 

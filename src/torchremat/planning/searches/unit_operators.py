@@ -1,7 +1,6 @@
 """The operators of a unit, and what a region takes that holds the outputs of some of them.
 
-    bytes      `replays`, from the allocator's events of the traced forward, and `partial_backward`, from those of the
-               watched backward
+    bytes      `replays`, from the allocator's events of the traced forward and of the watched backward
     seconds    of the operators that run again, and of the executor, see `profiles.overheads`
 
 Units of several calls have no options, nor have units whose tensors something else also references (except for the

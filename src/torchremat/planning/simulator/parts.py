@@ -62,18 +62,18 @@ def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes:
     """
     for _ in simulator.forward():
         pass
-    beside = kept_bytes - simulator.live.total()
+    others = kept_bytes - simulator.live.total()
     recomputing = (
         state.held_bytes + over_bytes(profile, state)
         for state in recomputed_ahead(simulator)
         if isinstance(state, Live)
     )
     ahead = max(recomputing, default=0)
-    highest = simulator.live.total() + beside + profile.after_bytes[ProgramPoint.END, 0]
+    highest = simulator.live.total() + others + profile.after_bytes[ProgramPoint.END, 0]
     for state in simulator.backward():
         if isinstance(state, Live):
             highest = max(highest, live_bytes(profile, state) + over_bytes(profile, state))
-    return max(0, ahead + beside), highest
+    return max(0, ahead + others), highest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +154,10 @@ def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, 
     """
     for _ in simulator.forward():
         pass
-    beside = kept_bytes - simulator.live.total()
+    others = kept_bytes - simulator.live.total()
     for _ in recomputed_ahead(simulator) if ahead else ():
         pass
-    live = simulator.live.total() + beside
+    live = simulator.live.total() + others
     highest = live + profile.after_bytes[ProgramPoint.END, 0]
     for state in simulator.backward():
         if isinstance(state, Live):
