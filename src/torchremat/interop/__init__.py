@@ -4,10 +4,9 @@ torch_checkpoint/  the names of `torch.utils.checkpoint`
 torchgpipe/        the names of torchgpipe
 installing.py      these installed where third-party code has bound torch's
 
-wishes.py        what a user asks of a budget for a training that a framework runs
+request.py       what a user asks of a budget for a training that a framework runs; advice in the framework's words
 budgets.py       such a budget
 accumulating.py  the last of several micro-steps, which reduces gradients
-wishes.py        what a user asks of a budget, and errors with a note in the framework's words
 transformers.py  the same as a callback of transformers' Trainer, and of its subclasses
 lightning.py     the same as a callback of Lightning's
 accelerate.py    the same as a replacement of `accelerator.prepare`

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
-from torchremat.interop.wishes import Wishes, Words
+from torchremat.interop.request import BudgetRequest, Words
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 
@@ -102,7 +102,7 @@ def prepare(
         UnsupportedError: The model recomputes by itself, or a separate engine runs backward; `shapes=True`, and
             several processes train together.
     """
-    wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+    request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
     _check(accelerator, model)
     if shapes and callable(step):
         check_takes(step, "step(model, batch)", model, None)
@@ -114,11 +114,11 @@ def prepare(
         words=_WORDS,
     )
     if shapes:
-        _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(wishes, training), step=step)
+        _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(request, training), step=step)
         _expect_batches(cast("torch.optim.Optimizer", training.optimizer), shaped)
         return prepared, wrapped
     with _training_mode(prepared):
-        fitted(wishes, training, cast("Callable[[nn.Module], object]", step))
+        fitted(request, training, cast("Callable[[nn.Module], object]", step))
     return prepared, wrapped
 
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop import wishes
+from torchremat.interop import request
 from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
-from torchremat.interop.wishes import Words
+from torchremat.interop.request import Words
 from torchremat.measuring.optimizers import parameters_of
 
 try:
@@ -41,7 +41,7 @@ _WORDS = Words(
 )
 
 
-class MemoryBudget(wishes.MemoryBudget, pl.Callback):
+class MemoryBudget(request.MemoryBudget, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
@@ -77,7 +77,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
             log=partial(_log, trainer),
             words=_WORDS,
         )
-        self._budgeted = Budgeted(self._wishes, training)
+        self._budgeted = Budgeted(self._request, training)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -17,7 +17,7 @@ printing, plan_page      a plan as text, and as a page
 frontier_data, frontiers, frontier_page, staircases  peak against time over all budgets
 bars                     the progress of planning in a terminal
 verification, report, fitting  one real step under a plan
-conditions, scopes, checks     the first step of a training under a plan, compared with the planned one
+conditions, checks             the first step of a training under a plan, compared with the planned one
 trained, overruns, sounded             later steps, watched for the budget
 shapes/     steps of changing shapes
 guarding/   a step that runs again when memory runs out

@@ -11,10 +11,9 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
-from torchremat.planning.checks import Checks
+from torchremat.planning.checks import Checks, PlannedScope, is_part_of
 from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger

@@ -29,10 +29,10 @@ from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
+from torchremat.planning.simulator.prediction import Candidate
 from torchremat.regions.footprints import footprint_bytes, waiting_storages
 from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings

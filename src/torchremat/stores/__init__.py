@@ -19,7 +19,6 @@ foreign.py     memory that others own: bytes known weakly, parameters and buffer
 held.py        the objects that autograd holds for a catalog, and tensors kept in place
 stored.py      the object that autograd holds in place of a tensor, and the prefetch in the order of a backward
 shared.py      the state that the records of a catalog share
-stored.py      the object that autograd holds in place of a tensor
 pieces.py      the pieces of a storage that a store has
 records.py     the stored bytes of one storage at one version
 catalog.py     saved tensors by storage and version

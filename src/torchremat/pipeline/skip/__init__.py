@@ -3,7 +3,6 @@
 In reading order:
 
 layouts.py     namespaces for names, and source and target stage of each skip
-layouts.py     source and target stage of each skip
 trackers.py    where skips wait between their stash and their pop
 skippables.py  modules that stash and pop
 inspection.py  whether the stashes and pops of a model match, and the routes of the skips

@@ -7,7 +7,6 @@ unit_operators.py    the operators of a unit, and what holding some of them take
 options.py           ways of keeping a part of a unit
 inter_call_saves.py  tensors that a unit's own code saves between the calls inside it
 granularity.py       units split into the calls inside them
-candidates.py        a tree with its prediction
 storing.py           which kept units go to a store, and when
 loosening.py         replacements for a node that recompute less, and lower bounds on the peak of the changed tree
 search_budget.py     the time limit of the search, and the progress that an observer is given

@@ -17,11 +17,10 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.parts import PartsPrediction, after_lookahead
-from torchremat.planning.simulator.prediction import walk_of
+from torchremat.planning.simulator.prediction import Candidate, walk_of
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and the number of trees taken from each chain.

@@ -16,11 +16,10 @@ import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.simulator.prediction import predict
+from torchremat.planning.simulator.prediction import Candidate, predict
 from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates

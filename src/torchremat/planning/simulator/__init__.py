@@ -5,7 +5,6 @@ holding.py          what is held: bytes by storage, graphs and how long they liv
 offload_choices.py  which saved tensors of a unit can go into a store, and at what cost
 offloaded.py        which bytes are in stores during the simulation
 simulator.py        the live bytes at every program point
-prediction.py       the cost and the peak of a tree
+prediction.py       the cost and the peak of a tree, and a tree that was judged by them
 parts.py            a backward with all regions recomputed ahead, and one in two parts, for inputs and for weights
-parts.py            a backward in two parts, for inputs and for weights
 """

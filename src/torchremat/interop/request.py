@@ -43,7 +43,7 @@ class Words:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class BudgetRequest:
     """The user's options.
 
     Attributes:
@@ -76,13 +76,13 @@ class MemoryBudget:
     """The base class of the callbacks of this name: they are made from the user's options.
 
     Args:
-        budget: See `Wishes`.
-        margin: See `Wishes`.
-        shapes: See `Wishes`.
+        budget: See `BudgetRequest`.
+        margin: See `BudgetRequest`.
+        shapes: See `BudgetRequest`.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
-        BudgetError: See `Wishes`.
+        BudgetError: See `BudgetRequest`.
         UnsupportedError: `shapes` or an option is invalid.
     """
 
@@ -91,4 +91,4 @@ class MemoryBudget:
         self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[SearchKeywords]
     ) -> None:
         super().__init__()
-        self._wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+        self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
