@@ -23,8 +23,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,11 +34,11 @@ import torchremat
 from models import GPT
 from torchremat.measuring.allocator import record_allocations
 from torchremat.reports.plots import plot_measurements
-from torchremat.reports.tables import Row, comparison
 
 MIB = 2**20
 SHARES = ("75%", "50%", "30%")
 SMALLEST, SLOWEST = "smallest", 2.0
+HEADINGS = ("budget\nMiB", "predicted\nMiB", "measured\nMiB", "recomputed\nGFLOP", "time\ns", "against\nplain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,17 +198,27 @@ def time_problems(run: Run, plain: Run) -> list[str]:
     return [f"a step takes {run.step_s:.2f} s, more than {SLOWEST:g} times the plain {plain.step_s:.2f} s"]
 
 
-def row_of(run: Run, plain: Run) -> Row:
-    plan = run.plan
-    return Row(
-        name=run.name,
-        peak_bytes=run.peak_bytes,
-        seconds=run.step_s,
-        recomputed_flops=run.measured.recomputed_flops,
-        budget_bytes=None if plan is None else plan.budget_bytes,
-        predicted_bytes=None if plan is None else plan.peak_bytes,
-        remark="-" if plan is None else "differ" if bit_problems(run, plain) else "equal",
-    )
+def table_of(runs: list[Run], title: str) -> Table:
+    """The runs as a table; the first one is the plain run."""
+    plain = runs[0]
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("losses and\nparameters")
+    for run in runs:
+        plan = run.plan
+        table.add_row(
+            run.name,
+            "-" if plan is None else f"{plan.budget_bytes / MIB:.1f}",
+            "-" if plan is None else f"{plan.peak_bytes / MIB:.1f}",
+            f"{run.peak_bytes / MIB:.1f}",
+            f"{run.measured.recomputed_flops / 1e9:.1f}",
+            f"{run.step_s:.2f}",
+            f"{run.step_s / plain.step_s:.2f}",
+            "-" if plan is None else "differ" if bit_problems(run, plain) else "equal",
+        )
+    return table
 
 
 def train_and_measure(sizes: Sizes, progress: Progress) -> list[Run]:
@@ -253,7 +265,7 @@ def demonstrate(sizes: Sizes, out: Path, console: Console, *, judge_time: bool =
         f"GPT, {sizes.blocks} blocks, width {sizes.width}, context {sizes.context}, batch {sizes.batch}: "
         f"{sizes.steps} steps of AdamW"
     )
-    console.print(comparison([row_of(run, plain) for run in runs], title=title, remarks="losses and\nparameters"))
+    console.print(table_of(runs, title))
     found = [f"{run.name}: {text}" for run in planned for text in [*peak_problems(run), *bit_problems(run, plain)]]
     smallest = next(run for run in planned if run.name == SMALLEST)
     if judge_time:

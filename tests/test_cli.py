@@ -264,9 +264,9 @@ def test_fit_confirms_and_writes(folder):
         ("factories:number", "is a int, not a function"),
         ("factories:nothing", "returned None (is a `return` missing?)"),
         ("factories:only_a_model", "returned a Linear; expected (model, step) or (model, step, optimizer)"),
-        ("factories:no_model", "returned a tuple (int, int); the first has to be a torch.nn.Module"),
-        ("factories:no_step", "returned a tuple (Linear, int); the second has to be a function"),
-        ("factories:no_optimizer", "the third has to be a torch.optim.Optimizer"),
+        ("factories:no_model", "returned a tuple (int, int); the first must be a torch.nn.Module"),
+        ("factories:no_step", "returned a tuple (Linear, int); the second must be a function"),
+        ("factories:no_optimizer", "the third must be a torch.optim.Optimizer"),
     ],
 )
 def test_a_wrong_target_is_refused(target, message):

@@ -54,23 +54,21 @@ from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.report import Report
-from torchremat.planning.searches.progress import Progress
+from torchremat.planning.searches.search_budget import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.verification import verify
-from torchremat.regions.functions import checkpoint, checkpointed
-from torchremat.regions.naming import name
-from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, run_once
+from torchremat.regions.doors import checkpoint, checkpointed, unwrap, wrap
+from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, name, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
-from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.schedules.loops import LoopSchedule
 from torchremat.stores import codecs
+from torchremat.stores.base import StoreStatistics
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.stores.keep import Keep
 from torchremat.stores.offloading import Offload, offload
-from torchremat.stores.statistics import StoreStatistics
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.tensor import SavedTensor
 

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import torchremat
 from interop.trainers import Lit, Small, fit, layers, llama, train, whole
 from torchremat.interop.budgets import Budgeted, Training
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.request import BudgetRequest, Words
 from torchremat.planning.plan_options import PlanOptions
 
 WORDS = Words(owner="", step="", taker="", smaller="")
@@ -163,7 +162,7 @@ def sharded_by_fsdp2():
         budgeted = None
         if size is not None:
             training = Training(model=model, optimizer=optimizer, log=logged.append, words=WORDS)
-            budgeted = Budgeted(Wishes(budget=size, options=PlanOptions(**QUICK)), training)
+            budgeted = Budgeted(BudgetRequest(budget=size, options=PlanOptions(**QUICK)), training)
 
         def loss_of(model, batch):
             return model(batch, batch)["loss"]

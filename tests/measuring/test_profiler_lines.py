@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from torchremat._compat.profiler_lines import errors_alone, profiler_silenced
+from torchremat._compat.profiler import errors_alone, profiler_silenced
 from torchremat.measuring.allocator import record_allocations
 
 MEASURED = """
@@ -73,7 +73,7 @@ def test_a_process_without_stderr_is_measured_all_the_same():
 
 
 def test_levels_of_torchs_log_come_back():
-    from torchremat._compat.profiler_lines import _level
+    from torchremat._compat.profiler import _level
 
     if _level is None:
         pytest.skip("this torch has no such variable")

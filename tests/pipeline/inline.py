@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from probes.pipelines import workers
+from probes.pipelines import streams
 
 
 class Inline:
@@ -26,9 +26,9 @@ class Inline:
 
 @contextmanager
 def cells_inline():
-    threads = workers.ThreadPoolExecutor
-    workers.ThreadPoolExecutor = Inline
+    threads = streams.ThreadPoolExecutor
+    streams.ThreadPoolExecutor = Inline
     try:
         yield
     finally:
-        workers.ThreadPoolExecutor = threads
+        streams.ThreadPoolExecutor = threads

@@ -336,7 +336,7 @@ def test_what_cannot_be_converted_is_listed_and_nothing_is_changed():
         "model to the pipe with plain batch norms, or with track_running_stats=False",
         "  `2.0`: Own is a class of its own, whose forward would be lost",
         "  `3`: LazyBatchNorm1d does not know its number of features yet; run the model once first",
-        "  `4`: this BatchNorm1d has a forward of its own, or is wrapped; convert first, then wrap",
+        "  `4`: this BatchNorm1d has its own forward, or is wrapped; convert first, then wrap",
     ]
     assert type(model[0]) is nn.BatchNorm1d
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchremat.pipeline.dependency import fork, fork_all, join, join_all
-from torchremat.pipeline.phony import phony_of
+from torchremat.pipeline.dependency import fork, fork_all, join, join_all, phony_of
 
 
 class _Logged(torch.autograd.Function):

@@ -6,8 +6,7 @@ from dataclasses import replace
 from schedules.joint_chains import best, chain
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.halves import Halves
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import Beside, live, split
+from torchremat.schedules.joint import Adjustments, adjustments_of, live, split
 from torchremat.schedules.saving import Saver
 from turns import in_turn
 
@@ -17,7 +16,7 @@ class Programs:
 
     def __init__(self, joint, beside, *, odd=lambda _: 0, is_silent=False):
         self.joint = joint
-        self.true = replace(joint, beside=beside)
+        self.true = replace(joint, adjustments=beside)
         self.odd = odd
         self.is_silent = is_silent
         self.made = 0
@@ -29,7 +28,7 @@ class Programs:
             {name: size + more for size, name in one}
             for one in live(self.true, found.saved, found.forward, found.backward)
         ]
-        known = {} if self.is_silent else {"beside": beside_values(self.joint, found, *peak_bounds)}
+        known = {} if self.is_silent else {"beside": adjustments_of(self.joint, found, *peak_bounds)}
         peak = max(max(one.values()) for one in peak_bounds)
         return Halves(split=found, forward=None, backward=None, peak_bytes=peak, **known)
 
@@ -46,7 +45,7 @@ def made_up(seed, steps=8):
         begin, size = random.randrange(steps), random.randrange(1, 7)
         for index in range(begin, 2 * steps - begin):
             first[index] += size
-    return joint, Beside(first=first)
+    return joint, Adjustments(first=first)
 
 
 @in_turn("seed", range(8))
@@ -78,7 +77,7 @@ def test_where_nothing_is_known_of_operators_the_peak_tells():
 def test_a_candidate_that_nearly_fits_by_prediction_is_tried():
     # What lies beside {2, 4} is less than for others by two, which is known only once its programs are written.
     joint = chain([40, 40, 40, 40], [5, 9, 1, 9])
-    programs = Programs(joint, Beside(), odd=lambda found: -2 * (found.saved == {1, 2, 4}))
+    programs = Programs(joint, Adjustments(), odd=lambda found: -2 * (found.saved == {1, 2, 4}))
     plain = programs.plain()
     cheap = split(joint, {1, 2, 4})
     limit = cheap.peak_bytes - 1
@@ -92,7 +91,7 @@ def test_a_candidate_that_nearly_fits_by_prediction_is_tried():
 def test_what_does_not_fit_after_all_is_left_for_what_does():
     # Whatever saves value 2 needs more than can be known before.
     joint = chain([8] * 8, [1] * 8)
-    programs = Programs(joint, Beside(), odd=lambda found: 9 * (2 in found.saved and len(found.saved) < 8))
+    programs = Programs(joint, Adjustments(), odd=lambda found: 9 * (2 in found.saved and len(found.saved) < 8))
     plain = programs.plain()
 
     found = aimed(Saver(joint), plain.peak_bytes - 8, plain, programs.of)

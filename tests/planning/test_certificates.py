@@ -11,9 +11,8 @@ import models
 import torchremat
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
-from torchremat.planning.bounds.executing import saves_of
 from torchremat.planning.bounds.plain_step import Unseen, plain_step
-from torchremat.planning.bounds.relaxation import underestimate
+from torchremat.planning.bounds.relaxation import saves_of, underestimate
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.searches.flows import operators_of
 from torchremat.planning.simulator.prediction import predict
@@ -56,7 +55,7 @@ def test_a_plain_step_by_hand():
     # The gradient of the product; the weight's, of 1024 bytes, is made of it and the input.
     assert found.flops == 2 * product.cost
     assert sum(product.outputs[0] in pull.reads for pull in found.pulls) >= 1
-    assert max(pull.beside_bytes for pull in found.pulls) == 512 + 512 + 4 + 1024 - 512
+    assert max(pull.other_bytes for pull in found.pulls) == 512 + 512 + 4 + 1024 - 512
 
 
 def test_gradients_of_parameters_lie_there_before():
@@ -65,7 +64,7 @@ def test_gradients_of_parameters_lie_there_before():
     found = seen(step, model)
 
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert found.pulls[-1].beside_bytes < parameter_bytes / 10
+    assert found.pulls[-1].other_bytes < parameter_bytes / 10
 
 
 def test_buffers_that_are_written_take_nothing():
@@ -87,7 +86,7 @@ def test_what_kernels_take_for_themselves_lies_there_too():
 
     last = {value: place for place, pull in enumerate(found.pulls) for value in pull.reads}
     live = [
-        pull.beside_bytes + sum(size[value] for value, end in last.items() if end >= place)
+        pull.other_bytes + sum(size[value] for value, end in last.items() if end >= place)
         for place, pull in enumerate(found.pulls)
     ]
 

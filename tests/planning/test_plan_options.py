@@ -9,7 +9,7 @@ from torch import nn
 
 import torchremat
 from torchremat import Disk, UnsupportedError
-from torchremat.interop.wishes import MemoryBudget
+from torchremat.interop.request import MemoryBudget
 from torchremat.planning.plan_options import FitKeywords, PlanKeywords, PlanOptions, SearchKeywords
 
 NAMES = {one.name for one in fields(PlanOptions)}

@@ -1,14 +1,12 @@
 """Orders of a pipeline as data, what a simulated one costs, and the parts of a pipe that tests stand in for."""
 
-from torchremat.pipeline import copying, workers
+from torchremat.pipeline import copying, streams
 from torchremat.pipeline.balance import costs
+from torchremat.pipeline.cells import precede
 from torchremat.pipeline.events import PipelineEvent, pieces
-from torchremat.pipeline.preceding import precede
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.skip import portals
-from torchremat.pipeline.streams import CPU_STREAM, CpuStream
-from torchremat.pipeline.workers import spawn_workers
+from torchremat.pipeline.streams import CPU_STREAM, CpuStream, spawn_workers
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
-from torchremat.schedules.pipelines import gpipe, one_forward_one_backward, parse, recomputing, text
-from torchremat.schedules.simulation import equal_costs
+from torchremat.schedules.pipelines import parse, recomputing, text
 from torchremat.stages.samples import received

@@ -34,21 +34,20 @@ from torchremat.planning.profiles.watching import UnitObserver, every_unit, halv
 from torchremat.planning.searches import options
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.loosening import PeakBounds
 from torchremat.planning.searches.options import options_of, options_with
-from torchremat.planning.searches.peak_bounds import PeakBounds
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
-from torchremat.planning.simulator.ahead import recomputed_ahead
 from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
 from torchremat.planning.simulator.offloaded import OffloadedBytes
+from torchremat.planning.simulator.parts import recomputed_ahead
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.regions.offload_schedule import OffloadSchedule
-from torchremat.schedules.chain import KeepNode, RegionNode, kept
-from torchremat.schedules.depths import DEEPEST, depth
+from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, depth, kept
 from torchremat.schedules.operator_selection import choices, evaluate

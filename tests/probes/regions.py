@@ -6,6 +6,7 @@ from torchremat.ambient.hidden import hidden
 from torchremat.policies.ordinals import asked_about, save_ordinals
 from torchremat.regions import calls
 from torchremat.regions.calls import Call
+from torchremat.regions.doors import matching
 from torchremat.regions.patches import forward_under, is_wrapped, set_forward
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.region import Region
@@ -16,7 +17,6 @@ from torchremat.regions.sessions import active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import Slot
 from torchremat.regions.threads import Now, plainly, thread
-from torchremat.regions.wrapping import matching
 from torchremat.state.backups import Backups
 from torchremat.state.following import objects
 from torchremat.state.reach import reach

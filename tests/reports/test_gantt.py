@@ -7,7 +7,8 @@ import matplotlib
 import pytest
 from matplotlib.colors import to_hex
 
-from probes.pipelines import PipelineEvent, equal_costs, gpipe, one_forward_one_backward, parse, predict, recomputing
+from probes.pipelines import PipelineEvent, parse, predict, recomputing
+from schedules.orders import equal_costs, gpipe, one_forward_one_backward
 from torchremat.errors import UnsupportedError
 from torchremat.pipeline.timeline import Timeline
 from torchremat.reports.plots import plot_timelines

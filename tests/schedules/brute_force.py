@@ -34,7 +34,7 @@ def make_stage(*options, forward=1, truncated=1, linked=1, external=0, output=1,
     )
 
 
-def random_chain(seed, stages, options, *, recomputable=0.9):
+def random_chain(seed, stages, options):
     draw = random.Random(f"{seed} {stages} {options}")
 
     def option():
@@ -58,7 +58,6 @@ def random_chain(seed, stages, options, *, recomputable=0.9):
             external=draw.choice([0, 0, 0, 1, 3]),
             output=draw.randint(0, 6),
             drop=draw.randint(0, 8) + draw.choice([0, 0, 0, 8]),
-            recomputable=draw.random() < recomputable,
             forward_base_bytes=draw.choice([0, 0, 1, 5]),
             backward_base_bytes=draw.choice([0, 0, 1, 9]),
         )
@@ -96,10 +95,7 @@ def leaves(node):
 
 def trees(chain):
     """All trees that the chain allows; all its stages have equally many options."""
-    fixed = {index for index, stage in enumerate(chain.stages) if not stage.recomputable}
-    for forest in forests(0, len(chain.stages), len(chain.stages[0].options)):
-        if not any(isinstance(node, list) and fixed & set(leaves(node)) for node in forest):
-            yield forest
+    return forests(0, len(chain.stages), len(chain.stages[0].options))
 
 
 def as_tree(forest):

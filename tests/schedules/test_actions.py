@@ -48,7 +48,7 @@ def test_schedules_of_trees(tree, expected):
 
 
 def test_parse_reads_what_text_writes():
-    for forest in trees(random_chain(0, 3, 2, recomputable=1)):
+    for forest in trees(random_chain(0, 3, 2)):
         actions = tuple(schedule(as_tree(forest), chain_of(3)))
 
         assert parse(text(actions)) == actions
@@ -83,10 +83,3 @@ def test_parse_refuses_other_words(word):
 def test_trees_of_other_chains_are_refused(tree, message):
     with pytest.raises(ScheduleError, match=message):
         schedule(tree, chain_of(2))
-
-
-def test_regions_over_stages_that_cannot_be_recomputed_are_refused():
-    chain = Chain(stages=(make_stage(), make_stage(recomputable=False)))
-
-    with pytest.raises(ScheduleError, match="stage 1 cannot be recomputed, but a region contains it"):
-        schedule((RegionNode((KeepNode(0), KeepNode(1))),), chain)

@@ -1,8 +1,7 @@
 """What lies beside the values of a joint list, found from what is known of one split."""
 
 from schedules.joint_chains import chain
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import Beside, live, split
+from torchremat.schedules.joint import Adjustments, adjustments_of, live, split
 from torchremat.schedules.saving import Saver
 
 
@@ -19,7 +18,7 @@ def test_a_list_that_is_told_says_what_is_known():
     first, second = said(joint, {2, 4})
     known = {**second, "b3": second["b3"] + 7, "f2": second["f2"] + 7, "b2": second["b2"] + 7, "f0": second["f0"] + 3}
 
-    beside = beside_values(joint, found, first, known)
+    beside = adjustments_of(joint, found, first, known)
 
     told = Saver(joint).told(beside).joint
     assert said(told, {2, 4}) == [first, known]
@@ -31,7 +30,7 @@ def test_a_list_that_is_told_says_what_is_known():
 def test_what_is_not_named_is_as_the_one_before_it():
     joint = chain([4, 4, 4, 4], [1, 1, 1, 1])
 
-    beside = beside_values(joint, split(joint, {1, 2, 3, 4}), {"f1": 8 + 5}, {"b2": 16 + 3 + 2})
+    beside = adjustments_of(joint, split(joint, {1, 2, 3, 4}), {"f1": 8 + 5}, {"b2": 16 + 3 + 2})
 
     # Operators are f0 f1 f2 f3 b3 b2 b1 b0; values 1 and 2 are there while f1 runs.
     assert dict(beside.first) == {0: 0, 1: 5, 2: 5, 3: 5, 4: 0, 5: 2, 6: 2, 7: 2}
@@ -41,7 +40,7 @@ def test_less_than_the_values_may_be_there():
     joint = chain([4, 4, 4, 4], [1, 1, 1, 1])
     first, second = said(joint, {1, 2, 3, 4})
 
-    beside = beside_values(joint, split(joint, {1, 2, 3, 4}), first, {name: size - 1 for name, size in second.items()})
+    beside = adjustments_of(joint, split(joint, {1, 2, 3, 4}), first, {name: size - 1 for name, size in second.items()})
 
     assert Saver(joint).told(beside).plain.peak_bytes == 16 + 3 - 1
 
@@ -51,6 +50,6 @@ def test_what_runs_again_has_what_lies_beside_its_reader_unless_it_is_known():
     late = joint.of_backward
     backward = split(joint, {2, 4}).backward  # b3 f2 b2 b1 f0 b0
 
-    assert Beside(first={2: 100, 5: 6, 7: 1}).of(backward, late) == [0, 6, 6, 0, 1, 1]
-    assert Beside(first={2: 100, 5: 6, 7: 1}, again={2: 9}).of(backward, late) == [0, 9, 6, 0, 1, 1]
-    assert Beside(first={2: 100}).of([0, 1, 2, 3], late) == [0, 0, 100, 0]
+    assert Adjustments(first={2: 100, 5: 6, 7: 1}).of(backward, late) == [0, 6, 6, 0, 1, 1]
+    assert Adjustments(first={2: 100, 5: 6, 7: 1}, again={2: 9}).of(backward, late) == [0, 9, 6, 0, 1, 1]
+    assert Adjustments(first={2: 100}).of([0, 1, 2, 3], late) == [0, 0, 100, 0]

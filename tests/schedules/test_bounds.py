@@ -43,7 +43,7 @@ def random_problem(seed):
     pulls = [
         Pull(
             reads=tuple(sorted(draw.sample(range(len(sizes)), draw.randint(0, 2)))),
-            beside_bytes=draw.choice([0, 0, 1, 3]),
+            other_bytes=draw.choice([0, 0, 1, 3]),
         )
         for _ in range(draw.randint(1, 6))
     ]
@@ -76,7 +76,7 @@ def cheapest(flow, pulls, limit, regions=NO_REGIONS):
             return cost
         found = [(cost, (done, live - {value}, last, ran)) for value in live & made]
         pull = pulls[done]
-        if set(pull.reads) <= live and bytes_of(live) + pull.beside_bytes <= limit:
+        if set(pull.reads) <= live and bytes_of(live) + pull.other_bytes <= limit:
             found.append((cost, (done + 1, live, None, ran)))
         for number, operator in enumerate(flow.operators):
             # A recompute takes no bytes here: the bound does not count them either.
@@ -163,7 +163,7 @@ def test_a_chain_by_hand():
 
 def test_gradients_take_their_bytes():
     flow = chain_flow([2, 2], [3, 1])
-    free, taken = ([Pull(reads=(2,), beside_bytes=beside), Pull(reads=(1,))] for beside in (0, 1))
+    free, taken = ([Pull(reads=(2,), other_bytes=beside), Pull(reads=(1,))] for beside in (0, 1))
 
     assert lower_bound(flow, free, 4).cost == 0.0
     assert lower_bound(flow, taken, 4).cost == pytest.approx(3.0, abs=1e-3)
@@ -189,10 +189,10 @@ def test_several_moments_know_more_than_one():
     # What is made again for the first pull cannot be kept for the third: the second leaves no room for it.
     flow = make_flow([((0,), (1,), 10), ((1,), (2,), 1)], [0, 4, 4])
     pulls = [
-        Pull(reads=(2,), beside_bytes=5),
-        Pull(reads=(1,), beside_bytes=4),
-        Pull(reads=(), beside_bytes=9),
-        Pull(reads=(1,), beside_bytes=4),
+        Pull(reads=(2,), other_bytes=5),
+        Pull(reads=(1,), other_bytes=4),
+        Pull(reads=(), other_bytes=9),
+        Pull(reads=(1,), other_bytes=4),
     ]
 
     assert cheapest(flow, pulls, 9) == 20.0

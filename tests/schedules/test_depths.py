@@ -2,8 +2,7 @@
 
 import pytest
 
-from torchremat.schedules.chain import KeepNode, RegionNode, kept
-from torchremat.schedules.depths import DEEPEST, bounded, depth
+from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, bounded, depth, kept
 
 
 def nested(count):

@@ -98,7 +98,7 @@ def test_a_recompute_may_run_its_last_stage_in_full():
         ("F0:0 F1:0 F2:0 R0:0", "action 3, R0:0: stage 2 is kept, and its backward comes next"),
         ("F0:0 F1:0 F2:0 B2 B1 B0 B0", "action 6, B0: every backward has run"),
         ("F0:0 F1:0 F2:0 B2 B1 B0 R0:0", "action 6, R0:0: every backward has run"),
-        ("H0-2 F0 F1 F2 B2", "action 4, B2: H0-2 comes next and has to be recomputed first"),
+        ("H0-2 F0 F1 F2 B2", "action 4, B2: H0-2 comes next and must be recomputed first"),
         ("H0-2 F0 F1 F2 R1:0", "action 4, R1:0: the recompute of H0-2 comes to stage 0 next"),
         ("H0-2 F0 F1 F2 R0:0!", "action 4, R0:0!: it stops at its last save, but stage 1 needs its output"),
         ("H0-2 F0 F1 F2 R0", "action 4, R0: nothing is kept, but no nested region holds its input; keep an option, or"),
@@ -119,13 +119,6 @@ def test_bad_schedules_are_refused(line, message):
         interpret(three_stages(), parse(line))
 
     assert str(raised.value).startswith(message)
-
-
-def test_a_region_over_a_stage_that_cannot_be_recomputed_is_refused():
-    chain = Chain(stages=(make_stage(), make_stage(recomputable=False)))
-
-    with pytest.raises(ScheduleError, match="action 0, H0-1: stage 1 cannot be recomputed"):
-        interpret(chain, parse("H0-1 F0 F1"))
 
 
 def test_actions_and_nodes_are_not_mixed():

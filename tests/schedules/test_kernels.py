@@ -12,7 +12,7 @@ def operator(name: str, reads: tuple[int, ...], makes: int, *, fuses: bool = Tru
 
 def live(operators: list[Operator], keep: tuple[int, ...]) -> dict[str, int]:
     """What is live in each kernel, in hundreds of bytes, beside value 0, which is there all the time."""
-    found = walk(operators, [BYTES] * 10, begin=(), keep=keep, beside_bytes=0)
+    found = walk(operators, [BYTES] * 10, begin=(), keep=keep, other_bytes=0)
     return {name: size // BYTES for size, name in found}
 
 

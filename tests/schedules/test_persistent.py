@@ -102,7 +102,7 @@ def test_rounding_never_exceeds_the_limit(slot):
 
 
 def test_cost_falls_with_the_limit():
-    chain = random_chain(1, 30, 3, recomputable=1)
+    chain = random_chain(1, 30, 3)
     full = interpret(chain, tuple(KeepNode(stage) for stage in range(30))).peak_bytes
     table = Persistent(chain, full, slot_bytes=1)
 
@@ -162,16 +162,6 @@ def test_a_second_option_is_taken_where_it_is_cheaper():
     assert [table.cost(limit) for limit in (17, 16, 14, 13, 12)] == [0, 1, 1, 1, 2]
 
 
-def test_stages_that_cannot_be_recomputed_stay_at_top_level():
-    # A region over all would hold 1, and 5 at its peak. Here 0 and 1 hold 1 + 3, and 2 as a region adds 1 + 2 + 3.
-    last = make_stage(make_option(2, peak=9, stopped=2, back=3))
-    chain = Chain(stages=(make_stage(), make_stage(recomputable=False), last))
-    table = Persistent(chain, 20, slot_bytes=1)
-
-    assert table.floor() == 10
-    assert table.solve(10) == (RegionNode((KeepNode(0),)), KeepNode(1), RegionNode((KeepNode(2),)))
-
-
 def test_a_nested_region_that_ends_its_parent_is_never_better():
     # Why the solver has no cut behind the last stage: no tree of all loses by moving such children up.
     for seed in range(30):
@@ -213,7 +203,7 @@ def test_the_lowest_tree_may_nest_as_deep_as_the_chain_is_long():
 
 
 def test_a_limit_far_above_all_costs_no_precision():
-    chain = random_chain(0, 12, 2, recomputable=1)
+    chain = random_chain(0, 12, 2)
     table = Persistent(chain, 10**12)
 
     assert table.slot_bytes == 1

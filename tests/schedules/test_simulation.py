@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from schedules.orders import equal_costs, gpipe, one_forward_one_backward
 from torchremat.errors import ScheduleError
-from torchremat.schedules.pipelines import gpipe, one_forward_one_backward, parse, recomputing
-from torchremat.schedules.simulation import equal_costs, simulate
+from torchremat.schedules.pipelines import parse, recomputing
+from torchremat.schedules.simulation import simulate
 
 UNITS = {"forward": 1, "recompute": 1, "backward": 2}
 

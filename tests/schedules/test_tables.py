@@ -43,7 +43,7 @@ def test_a_nested_region_is_not_run_where_its_forward_does_not_fit():
 
 
 def test_rows_fall_with_memory():
-    tables = Tables(random_chain(0, 12, 2, recomputable=1), slot_bytes=3, slots=50)
+    tables = Tables(random_chain(0, 12, 2), slot_bytes=3, slots=50)
 
     for rows in [*tables.v, *tables.w, tables.top]:
         for row in rows:

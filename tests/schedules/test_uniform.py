@@ -11,8 +11,8 @@ from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates, every, keep_all, segments
 
 
-def chain_of(count, *fixed):
-    return Chain(stages=tuple(make_stage(recomputable=index not in fixed) for index in range(count)))
+def chain_of(count):
+    return Chain(stages=(make_stage(),) * count)
 
 
 def shape(tree):
@@ -32,15 +32,6 @@ def test_shapes():
     assert shape(segments(chain, 5)) == "[0] [1] [2] [3] [4]"
 
 
-def test_stages_that_cannot_be_recomputed_are_kept():
-    chain = chain_of(6, 0, 3)
-
-    assert shape(every(chain, 2)) == "0 [1] 2 3 [4] 5"
-    assert shape(segments(chain, 1)) == "0 [1 2] 3 [4 5]"
-    assert shape(segments(chain, 2)) == "0 [1 2] 3 [4 5]"
-    assert shape(segments(chain, 2, keep_last=True)) == "0 [1 2] 3 4 5"
-
-
 def test_every_second_stage_in_order():
     chain = chain_of(4)
 
@@ -58,7 +49,6 @@ def test_candidates_are_different_and_named():
         "2 segments, last kept": "[0 1] 2",
         "3 segments, last kept": "[0] [1] 2",
     }
-    assert candidates(chain_of(1, 0)) == {"keep all": (KeepNode(0),)}
 
 
 def test_the_persistent_solver_is_never_worse():
@@ -73,8 +63,8 @@ def test_the_persistent_solver_is_never_worse():
 def test_counts_are_checked():
     with pytest.raises(ScheduleError, match="step=0 must be at least 1"):
         every(chain_of(3), 0)
-    with pytest.raises(ScheduleError, match="count=3, but there are 2 recomputable stages; give 1 to that"):
-        segments(chain_of(3, 1), 3)
+    with pytest.raises(ScheduleError, match="count=3, but there are 2 stages; give 1 to that"):
+        segments(chain_of(2), 3)
 
 
 def test_regions_are_regions():

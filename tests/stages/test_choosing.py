@@ -4,6 +4,7 @@ from itertools import product
 from random import Random
 
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
+from torchremat.planning.simulator.parts import PartsPrediction
 from torchremat.schedules.pipelines import parse
 from torchremat.stages.choosing import Choices
 from torchremat.stages.loads import DeviceLoad, loads_of
@@ -20,9 +21,7 @@ def share(kept_bytes, forward_bytes, backward_bytes, cost, parts=(0, 0, 0)):
         backward_bytes=backward_bytes,
         cost=cost,
         sums=SumsPrediction(),
-        input_bytes=parts[0],
-        between_bytes=parts[1],
-        weight_bytes=parts[2],
+        parts=PartsPrediction(input_bytes=parts[0], between_bytes=parts[1], weight_bytes=parts[2]),
     )
 
 
@@ -52,7 +51,7 @@ def brute_force(shares, loads, limit):
 
 
 def peak(load, picked):
-    return load.beside_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
+    return load.other_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
 
 
 @in_turn("seed", range(5))

@@ -1,6 +1,7 @@
 """What a device holds at each of its actions."""
 
-from torchremat.schedules.pipelines import one_forward_one_backward, parse
+from schedules.orders import one_forward_one_backward
+from torchremat.schedules.pipelines import parse
 from torchremat.stages.loads import DeviceLoad, loads_of, most_held
 
 
@@ -26,8 +27,8 @@ def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
         DeviceLoad(1, "forward", ((1, 1),)),
         DeviceLoad(1, "input", ((1, 1),)),
         DeviceLoad(1, "weight", ((1, 1),)),
-        DeviceLoad(1, "input", (), beside_bytes=8),
-        DeviceLoad(1, "weight", (), beside_bytes=8),
+        DeviceLoad(1, "input", (), other_bytes=8),
+        DeviceLoad(1, "weight", (), other_bytes=8),
     ]
 
 
@@ -47,11 +48,11 @@ def test_two_stages_of_a_process_and_outputs_that_stay():
 
     assert loads_of(actions, {1: 8})[2:] == [
         DeviceLoad(1, "backward", ((0, 1),)),
-        DeviceLoad(0, "backward", (), beside_bytes=8),
-        DeviceLoad(0, "forward", (), beside_bytes=8),
-        DeviceLoad(1, "forward", ((0, 1),), beside_bytes=8),
-        DeviceLoad(1, "backward", ((0, 1),), beside_bytes=8),
-        DeviceLoad(0, "backward", (), beside_bytes=16),
+        DeviceLoad(0, "backward", (), other_bytes=8),
+        DeviceLoad(0, "forward", (), other_bytes=8),
+        DeviceLoad(1, "forward", ((0, 1),), other_bytes=8),
+        DeviceLoad(1, "backward", ((0, 1),), other_bytes=8),
+        DeviceLoad(0, "backward", (), other_bytes=16),
     ]
 
 
@@ -59,7 +60,7 @@ def test_outputs_are_held_while_a_whole_backward_runs():
     (actions,) = parse(["F0.0 B0.0 F0.1 I0.1 W0.1"])
 
     # Whoever calls a whole backward has them until its end. Of a backward in parts they are let go of in the first.
-    assert [load.beside_bytes for load in loads_of(actions, {0: 8}, {0: 100})] == [0, 100, 8, 8, 8]
+    assert [load.other_bytes for load in loads_of(actions, {0: 8}, {0: 100})] == [0, 100, 8, 8, 8]
 
 
 def test_a_recompute_ahead_comes_before_its_backward():
@@ -67,8 +68,8 @@ def test_a_recompute_ahead_comes_before_its_backward():
 
     assert loads_of(actions, {0: 8}, {0: 100})[2:] == [
         DeviceLoad(0, "ahead", ((0, 1),)),
-        DeviceLoad(0, "backward", ((0, 1),), beside_bytes=100),
-        DeviceLoad(0, "ahead", (), beside_bytes=8),
-        DeviceLoad(0, "input", (), beside_bytes=8),
-        DeviceLoad(0, "weight", (), beside_bytes=8),
+        DeviceLoad(0, "backward", ((0, 1),), other_bytes=100),
+        DeviceLoad(0, "ahead", (), other_bytes=8),
+        DeviceLoad(0, "input", (), other_bytes=8),
+        DeviceLoad(0, "weight", (), other_bytes=8),
     ]

@@ -1,5 +1,6 @@
 """What a stage needs in the two parts of its backward, under every tree that a plan may have: the bytes measured."""
 
+from dataclasses import astuple
 from importlib import import_module
 
 import pytest
@@ -124,7 +125,7 @@ def test_every_tree(name):
         plan.apply(module)
         figures = measured(module, drops=name != "tied")
         plan.remove(module)
-        predicted = share.input_bytes, share.between_bytes, share.weight_bytes
+        predicted = astuple(share.parts)
         differences.add(tuple(ours - theirs for ours, theirs in zip(predicted, figures, strict=True)))
 
     assert len(found) > 5
@@ -144,8 +145,8 @@ def test_every_tree_ahead(name):
         figures = [measured(module, drops=name != "tied", ahead=ahead) for ahead in (False, True)]
         plan.remove(module)
         highest, between, weight = (max(found) for found in zip(*figures, strict=True))
-        differences.add(share.input_bytes - highest)
-        is_within &= between <= share.between_bytes and weight <= share.weight_bytes
+        differences.add(share.parts.input_bytes - highest)
+        is_within &= between <= share.parts.between_bytes and weight <= share.parts.weight_bytes
 
     assert differences == {0}
     assert is_within
@@ -155,7 +156,9 @@ def test_a_stage_with_regions_holds_less_between_the_parts():
     _, _, (plain, *others) = worth_choosing("blocks")
 
     # Of a block, weights need: the inputs of three layers, two numbers a row of the norm. What the gate needs is gone.
-    assert plain.between_bytes - min(one.between_bytes for one in others) == 3 * (3 * 2 * WIDTH * X.shape[0] * 4)
+    assert plain.parts.between_bytes - min(one.parts.between_bytes for one in others) == 3 * (
+        3 * 2 * WIDTH * X.shape[0] * 4
+    )
 
 
 def test_a_custom_function_is_split_or_an_error_of_this_torch_says_that_it_cannot_be():

@@ -24,7 +24,7 @@ from torchremat import (
     offload,
 )
 from torchremat.stores.catalog import Catalog, unpack
-from torchremat.stores.kept import Kept
+from torchremat.stores.held import Kept
 
 STORES = {
     "memory": Memory,

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from torchremat.stores.checksums import BLOCK_BYTES, Checksum
+from torchremat.stores.disk_file import BLOCK_BYTES, Checksum
 
 
 def checksum(array):

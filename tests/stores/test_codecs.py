@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stores.conformance import filled, same
 from torchremat import UnsupportedError
 from torchremat.stores.codecs import BFloat16, Codec, Float8, Form, Int8, LossyCodec, MaskBits, NarrowIndices, TwoValues
-from torchremat.stores.codecs.bits import pack_bits, pack_bits_anywhere, spread_bits
+from torchremat.stores.codecs.lossless import pack_bits, pack_bits_anywhere, spread_bits
 from turns import in_turn
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forked import run_main
-from probes.stores import patience
+from probes.stores import disk_entries
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
@@ -44,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(patience, "time", made)
+    monkeypatch.setattr(disk_entries, "time", made)
     return made
 
 

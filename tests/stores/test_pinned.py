@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchremat.stores import pinned
-from torchremat.stores.contents import content_of
+from torchremat.stores.base import content_of
 from torchremat.stores.pinned import Pool
 
 MIB = 2**20

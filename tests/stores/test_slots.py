@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torchremat._compat.flags import deterministic_kernels
-from torchremat.stores.codecs.bits import pack_bits
+from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)

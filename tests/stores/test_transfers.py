@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from torchremat import Disk, Host, MutationError, UnsupportedError
-from torchremat.stores.contents import content_of
+from torchremat.stores.base import Ledger, content_of
 from torchremat.stores.pinned import Pool
-from torchremat.stores.statistics import Ledger
 from torchremat.stores.transfers import Transfers
 
 gpu = pytest.mark.gpu

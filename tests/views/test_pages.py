@@ -12,9 +12,9 @@ from torch import nn
 
 import torchremat
 from torchremat import UnsupportedError
+from torchremat.views.charts import tree_chart
 from torchremat.views.html import fragment, write_page
 from torchremat.views.page import Chart, Fact, Page, Table, TableCell, TableRow
-from torchremat.views.tree_chart import tree_chart
 
 ROOT = Path(__file__).parents[2]
 plotly = pytest.importorskip("plotly", reason="pages need plotly: pip install 'torchremat[html]'")

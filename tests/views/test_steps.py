@@ -8,7 +8,7 @@ import pytest
 
 from torchremat.views.step_chart import step_chart, thinned
 from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
-from torchremat.views.trace import write_trace
+from torchremat.views.viewed import write_trace
 
 
 def moment(seconds, live_bytes, phase="forward", **more):

@@ -5,30 +5,28 @@ needs it fails and gives the name, rather than a training step failing in the mi
 
 Supported: torch 2.11 to 2.14; developed and tested on 2.13.
 
-binding.py       how a private name is bound
-autograd.py      hooks for saved tensors, nodes, backward calls
-thread_locals.py  state that a backward's threads inherit from the calling thread
-functions.py     which custom Function saves a tensor
-counts.py        reference counts of tensors and storages
-checkpoints.py   private state of torch's own checkpoint
-containers.py    types that torch's pytree flattens
-operators.py     operators by name
-attention.py     flops of attention with groups of heads
-accelerators.py  the capabilities of each kind of device
-begun_devices.py  the devices that this process uses
-flags.py         settings that decide which kernel computes a number
-norms.py         the common class of batch norms
-modes.py         function and dispatch modes
-fakes.py         tensors without data
-transforms.py    torch.func, forward-mode differentiation, batched gradients
-graphs.py        keeping dynamo out of a function, or letting it in
-compiled_code.py  the frames that enter compiled code
+binding.py            how a private name is bound
+autograd.py           hooks for saved tensors, nodes, backward calls
+thread_locals.py      state that a backward's threads inherit from the calling thread
+functions.py          which custom Function saves a tensor
+tensors.py            reference counts of tensors and storages, and subclasses
+checkpoints.py        private state of torch's own checkpoint
+containers.py         types that torch's pytree flattens
+operators.py          operators by name, and flops of attention with groups of heads
+accelerators.py       the capabilities of each kind of device
+begun_devices.py      the devices that this process uses
+flags.py              settings that decide which kernel computes a number
+modules.py            the common class of batch norms, and state of modules outside of the modules
+modes.py              function and dispatch modes
+fakes.py              tensors without data
+transforms.py         torch.func, forward-mode differentiation, batched gradients
+dynamo.py             keeping dynamo out of a function, or letting it in; the frames that enter compiled code
 compiled_autograd.py  objects and operators that go into the graph of a backward
-inductor.py      hooks of compilers for splitting a joint graph
-wrappers.py      the program that Inductor writes around its kernels
-sharding.py      private state of FSDP2
-collectives.py   which thread frees gloo's tensors
-profiler_lines.py  lines that the profiler and allocators write to stderr
-fabric.py        private state of Lightning Fabric
-pipelining.py    private state of pipeline schedules
+inductor.py           hooks of compilers for splitting a joint graph
+wrappers.py           the program that Inductor writes around its kernels
+sharding.py           private state of FSDP2
+collectives.py        which thread frees gloo's tensors
+profiler.py           lines that the profiler and allocators write to stderr, and when a profiler starts
+fabric.py             private state of Lightning Fabric
+pipelining.py         private state of pipeline schedules
 """

@@ -147,7 +147,7 @@ class Accelerator:
         return self._module().default_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Return a stream of its own."""
+        """Return a new stream."""
         return self._module().Stream(device)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import private
-from torchremat._compat.counts import holders_in_torch, tensors_in
+from torchremat._compat.tensors import holders_in_torch, tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # NOTE [ Who frees what gloo has worked on ]
 #
-# gloo works in threads of its own, and signals completion to the waiting caller before it releases the tensors. So a
+# gloo works in its own threads, and signals completion to the waiting caller before it releases the tensors. So a
 # caller that goes on at once and drops a tensor may not be its last owner; then the tensor is freed a little later, in
 # a thread whose frees the profiler does not see. How often that happens depends on how busy the machine is. While
 # allocations are recorded
 #
 #   1. a call that waits for its collective returns only when gloo has released the tensors that it was given, and
-#      their memory, which it holds by tensors of its own: the thread that drops them later frees them;
+#      their memory, which it holds by its own tensors: the thread that drops them later frees them;
 #   2. memory that the call itself has allocated and that is not seen to be freed (gloo's own copy of the reduced
 #      tensor) counts until the end of the call.
 #

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import private
-from torchremat._compat.graphs import backend_name
+from torchremat._compat.dynamo import backend_name
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -94,7 +94,7 @@ other_flags = (
 # An operation of a backend whose precision is "none" has the precision of its backend, which in turn has that of all
 # backends, and a read returns this inherited value. Writing back the value that was read pins the operation to it, so
 # that a later setting of the backend has no effect on it. So parents are written first, and an operation only if it has
-# not followed. The old way to set it (`set_float32_matmul_precision`) sets operations as well as a word of its own, and
+# not followed. The old way to set it (`set_float32_matmul_precision`) sets operations as well as a separate word, and
 # torch raises where that word and they disagree; so it comes before all of them.
 _PARENTS = (("generic", "all"), *((backend, "all") for backend in _BACKENDS))
 _OPERATIONS = tuple((backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn"))

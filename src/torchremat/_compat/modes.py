@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from torchremat._compat.binding import private
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor

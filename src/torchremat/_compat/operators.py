@@ -1,13 +1,14 @@
-"""Operators by name."""
+"""Operators by name, and flops of attention whose keys and values have fewer heads than its queries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import ge, gt, le, lt
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from torchremat._compat.binding import private
+from torchremat._compat.binding import RELEASE, private
 
 _POLICIES = "policies per operator"
 _Overload = cast("type", private("_ops.OpOverload", needed_for=_POLICIES))
@@ -18,6 +19,11 @@ _key_of_device = cast("Callable[[str], str]", private("_C._dispatch_key_for_devi
 _has_kernel = cast(
     "Callable[[str, str], bool]", private("_C._dispatch_has_kernel_for_dispatch_key", needed_for=_POLICIES)
 )
+
+
+# Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.
+above_bound, below_bound = (ge, le) if RELEASE < (2, 14) else (gt, lt)
+"""Where clamp passes a gradient: above its least value, below its largest."""
 
 
 class OperatorName(NamedTuple):
@@ -62,7 +68,7 @@ def pattern_of(operator: object) -> str | None:
 
 
 def has_kernel(operator: object, device: torch.device) -> bool:
-    """Return whether an operator has a kernel of its own for a kind of device, even if it also decomposes."""
+    """Return whether an operator has its own kernel for a kind of device, even if it also decomposes."""
     return isinstance(operator, _Overload) and _has_kernel(cast("Any", operator).name(), _key_of_device(device.type))
 
 
@@ -76,3 +82,34 @@ def packets_of(namespace: str) -> list[str]:
     """Return the operators of a namespace."""
     found = (name.partition("::") for name in _all_names())
     return sorted({name.partition(".")[0] for space, _, name in found if space == namespace})
+
+
+# By operator, the place of the query in its arguments; key and value follow.
+_QUERIES = {
+    f"_scaled_dot_product_{kernel}_attention{suffix}": place
+    for kernel in ("flash", "efficient", "cudnn")
+    for suffix, place in (("", 0), ("_backward", 1))
+}
+
+
+def grouped_formulas(formulas: dict[object, Callable[..., int]]) -> dict[object, Callable[..., int]]:
+    """Return formulas that replace torch's, by operator, so that heads may be grouped."""
+    # Torch 2.11's formulas raise an AssertionError where the numbers of heads differ; torch 2.13's do not.
+    if RELEASE >= (2, 13):
+        return {}
+    operators = {getattr(torch.ops.aten, name): place for name, place in _QUERIES.items()}
+    return {one: _grouped(formulas[one], place) for one, place in operators.items() if one in formulas}
+
+
+def _grouped(formula: Callable[..., int], place: int) -> Callable[..., int]:
+    """Return a formula that calls another one with as many heads of keys and values as queries have.
+
+    The kernel computes with these numbers; the formula takes shapes as well as tensors.
+    """
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        query, *pair = args[place : place + 3]
+        repeated = [torch.Size((*one.shape[:-3], query.shape[-3], *one.shape[-2:])) for one in pair]
+        return formula(*args[: place + 1], *repeated, *args[place + 3 :], **kwargs)
+
+    return flops

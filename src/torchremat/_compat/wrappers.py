@@ -108,7 +108,7 @@ def wrapper_of(
         stack.enter_context(
             config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "trace.enabled": False})
         )
-        # Where users switch caches off, each compilation creates a folder of its own, and leaves it behind.
+        # Where users switch caches off, each compilation creates its own folder, and leaves it behind.
         stack.enter_context(_replaced(import_module(_COMPILE), "with_fresh_cache_if_config", nullcontext))
         stack.enter_context(suppress(_ProgramReceived))
         compile_(tried, inputs, is_backward=is_backward)

@@ -3,9 +3,9 @@
 The state is captured before the forward of a region, restored for its recompute, and put back afterwards, so that a
 recompute leaves no trace in the thread that runs it.
 
-global_state.py  autocast, numeric flags, function and dispatch modes
+global_state.py  autocast, numeric flags, function and dispatch modes, and the lock around what all threads share
 generators.py    torch's random generators
-locks.py         one recompute at a time swaps the state that all threads share
 registry.py      state that users add: the random numbers of Python and NumPy, their own
+handover.py      the state that a worker thread needs from the thread that gives it work
 hidden.py        our own operators, which are hidden from observers of a region
 """

@@ -30,9 +30,12 @@ from torchremat._compat.modes import (
     set_infrastructure_mode,
     unset_infrastructure_mode,
 )
-from torchremat.ambient.locks import EXCHANGING
 
 M = TypeVar("M")
+
+# The lock around state that all threads share and that a recompute swaps: two recomputes in two threads must not draw
+# from each other's generator, nor put back each other's flags, buffers and caches. State of one thread needs no lock.
+EXCHANGING = threading.RLock()
 
 # NOTE [ Modes that only watch ]
 # A mode that changes operators must be active in a recompute as it was in the forward. A mode that counts or logs them
@@ -115,7 +118,7 @@ class AmbientState:
         return [*self._function_modes, *self._modes[1]]
 
     def are_here(self) -> bool:
-        """Return whether this is the caller's current state, so that nothing has to be restored."""
+        """Return whether this is the caller's current state, so that nothing needs to be restored."""
         # Under autocast work always remains: see `_restore_autocast`.
         return not self.casts and self.are_the_same()
 

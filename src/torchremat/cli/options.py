@@ -15,7 +15,7 @@ from torchremat.planning.devices.device import Device as DeviceDescription
 from torchremat.planning.devices.device import device_of, is_described
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.progress import Observer
+from torchremat.planning.searches.search_budget import Observer
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.tensors.handles import Store

@@ -101,11 +101,11 @@ def _subject(target: str, made: object) -> TargetStep:
         raise TargetError(f"{target} returned {_described(made)}; expected {SHAPE}.")
     model, step, optimizer = (*parts, None)[:3]
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{target} returned {_described(made)}; the first has to be a torch.nn.Module.")
+        raise TargetError(f"{target} returned {_described(made)}; the first must be a torch.nn.Module.")
     if not callable(step):
-        raise TargetError(f"{target} returned {_described(made)}; the second has to be a function, step(model).")
+        raise TargetError(f"{target} returned {_described(made)}; the second must be a function, step(model).")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TargetError(f"{target} returned {_described(made)}; the third has to be a torch.optim.Optimizer.")
+        raise TargetError(f"{target} returned {_described(made)}; the third must be a torch.optim.Optimizer.")
     return TargetStep(model=model, step=cast("Step", step), optimizer=optimizer)
 
 

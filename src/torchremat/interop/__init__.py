@@ -1,16 +1,15 @@
 """torchremat as a replacement of other libraries, and together with them.
 
-torch_checkpoint/   the names of `torch.utils.checkpoint`
-torchgpipe/         the names of torchgpipe
-installing.py       these installed where third-party code has bound torch's
+torch_checkpoint/  the names of `torch.utils.checkpoint`
+torchgpipe/        the names of torchgpipe
+installing.py      these installed where third-party code has bound torch's
 
-wishes.py           what a user asks of a budget for a training that a framework runs
-budgets.py          such a budget
-accumulating.py     the last of several micro-steps, which reduces gradients
-words.py            errors, with a note in the framework's words
-transformers.py     the same as a callback of transformers' Trainer, and of its subclasses
-lightning.py        the same as a callback of Lightning's
-accelerate.py       the same as a replacement of `accelerator.prepare`
+request.py       what a user asks of a budget for a training that a framework runs; advice in the framework's words
+budgets.py       such a budget
+accumulating.py  the last of several micro-steps, which reduces gradients
+transformers.py  the same as a callback of transformers' Trainer, and of its subclasses
+lightning.py     the same as a callback of Lightning's
+accelerate.py    the same as a replacement of `accelerator.prepare`
 
 The last three need the package that they are named after, and are imported when they are first asked for.
 """

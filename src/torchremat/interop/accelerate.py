@@ -18,8 +18,7 @@ from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.request import BudgetRequest, Words
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 
@@ -94,16 +93,16 @@ def prepare(
             be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.
         StepError: The step returns no loss, or an argument is invalid.
-        UnsupportedError: The model recomputes by itself, or an engine of its own runs backward; `shapes=True`, and
+        UnsupportedError: The model recomputes by itself, or a separate engine runs backward; `shapes=True`, and
             several processes train together.
     """
-    wishes = Wishes(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+    request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
     _check(accelerator, model)
     if shapes and callable(step):
         check_takes(step, "step(model, batch)", model, None)
@@ -115,11 +114,11 @@ def prepare(
         words=_WORDS,
     )
     if shapes:
-        _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(wishes, training), step=step)
+        _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(request, training), step=step)
         _expect_batches(cast("torch.optim.Optimizer", training.optimizer), shaped)
         return prepared, wrapped
     with _training_mode(prepared):
-        fitted(wishes, training, cast("Callable[[nn.Module], object]", step))
+        fitted(request, training, cast("Callable[[nn.Module], object]", step))
     return prepared, wrapped
 
 
@@ -193,7 +192,7 @@ def _check(accelerator: accelerate.Accelerator, model: nn.Module) -> None:
     engine = accelerator.distributed_type.value
     if engine in ("DEEPSPEED", "MEGATRON_LM"):
         raise UnsupportedError(
-            f"prepare: {engine} runs backward and optimizer in an engine of its own, where no step can be planned. "
+            f"prepare: {engine} runs backward and optimizer in its own engine, where no step can be planned. "
             "Shard with FSDP2 instead: `Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))`."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import TorchrematError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.request import BudgetRequest, Words
 from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget
@@ -74,7 +73,7 @@ class Budgeted:
     """A training within a budget: `with budgeted.step(loss, batch): ...` around forward and backward of each batch.
 
     Args:
-        wishes: The user's options.
+        request: The user's options.
         training: The parts from the framework.
 
     Raises:
@@ -84,8 +83,8 @@ class Budgeted:
         UnsupportedError: `shapes=True`, and several processes train together.
     """
 
-    def __init__(self, wishes: Wishes, training: Training) -> None:
-        self._wishes = wishes
+    def __init__(self, request: BudgetRequest, training: Training) -> None:
+        self._request = request
         self._training = training
         self._fitted: Fitted | None = None
         self._known: list[Sizes] = []
@@ -93,7 +92,7 @@ class Budgeted:
         self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
-        if wishes.shapes and _are_several():
+        if request.shapes and _are_several():
             raise UnsupportedError(
                 f"shapes=True is for one process, and {dist.get_world_size()} train together here: while one of them "
                 "learned a shape, the others would wait for its gradients. Leave `shapes` out, and let the longest "
@@ -101,16 +100,16 @@ class Budgeted:
             )
         # No smaller batch helps if the budget is more than the device has.
         place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
-        check_budget(wishes.budget, place, margin=wishes.margin)
+        check_budget(request.budget, place, margin=request.margin)
         with _advised(training):
-            if wishes.shapes:
+            if request.shapes:
                 self._adaptive = Adaptive(
                     training.model,
                     self._bound,
-                    budget=wishes.budget,
-                    margin=wishes.margin,
+                    budget=request.budget,
+                    margin=request.margin,
                     optimizer=training.optimizer,
-                    **wishes.options.search_keywords,
+                    **request.options.search_keywords,
                 )
 
     @contextmanager
@@ -167,7 +166,7 @@ class Budgeted:
             # known sizes do not hold for it.
             self._fitted.plan.remove(self._training.model)
             self._fitted = None
-        self._fitted = fitted(self._wishes, self._training, step)
+        self._fitted = fitted(self._request, self._training, step)
         if not _are_several():
             expect_larger(self._training.model)
         self._known = [sizes]
@@ -208,7 +207,7 @@ class Budgeted:
         _log(self._training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
 
-def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
+def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
     """Plan for a step, put the plan on the model, confirm it by a real step, and log the result.
 
     Raises:
@@ -218,11 +217,11 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
     with _advised(training), ExitStack() as stack:
-        options = replace(wishes.options, optimizer=optimizer)
-        check_request(model, step, options, wishes.budget, margin=wishes.margin)
+        options = replace(request.options, optimizer=optimizer)
+        check_request(model, step, options, request.budget, margin=request.margin)
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, **options.keywords)
-        found = fit_with(planner, model, budget=wishes.budget, margin=wishes.margin)
+        found = fit_with(planner, model, budget=request.budget, margin=request.margin)
     plan = found.plan
     _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
     return found

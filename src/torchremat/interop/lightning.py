@@ -15,9 +15,9 @@ from typing import Any, cast
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop import wishes
+from torchremat.interop import request
 from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
-from torchremat.interop.words import Words
+from torchremat.interop.request import Words
 from torchremat.measuring.optimizers import parameters_of
 
 try:
@@ -41,7 +41,7 @@ _WORDS = Words(
 )
 
 
-class MemoryBudget(wishes.MemoryBudget, pl.Callback):
+class MemoryBudget(request.MemoryBudget, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
@@ -52,7 +52,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
@@ -77,7 +77,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
             log=partial(_log, trainer),
             words=_WORDS,
         )
-        self._budgeted = Budgeted(self._wishes, training)
+        self._budgeted = Budgeted(self._request, training)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -177,6 +177,6 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(trainer.strategy).__name__
     if "DeepSpeed" in name or name == "FSDPStrategy":
         raise UnsupportedError(
-            f"MemoryBudget: {name} runs forward and backward in an engine of its own, where no step can be planned. "
+            f"MemoryBudget: {name} runs forward and backward in its own engine, where no step can be planned. "
             "Shard with FSDP2 instead: `Trainer(strategy=ModelParallelStrategy())`."
         )

@@ -21,10 +21,9 @@ from torch import nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
-from torchremat.interop import wishes
+from torchremat.interop import request
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.wishes import Wishes
-from torchremat.interop.words import Words
+from torchremat.interop.request import BudgetRequest, Words
 
 try:
     import transformers
@@ -52,7 +51,7 @@ _COMPILED = (
 _STEPS = ("training_step", "compute_loss")
 
 
-class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
+class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
@@ -63,7 +62,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Raises:
@@ -88,7 +87,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         self._end()  # left by a failed training
         trainer = _trainer_of(self)
         _check(trainer, args)
-        self._watch = _TrainingWatch(trainer, self._wishes)
+        self._watch = _TrainingWatch(trainer, self._request)
 
     def on_step_end(
         self,
@@ -124,9 +123,9 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
 class _TrainingWatch:
     """One training of one trainer."""
 
-    def __init__(self, trainer: transformers.Trainer, wishes: Wishes) -> None:
+    def __init__(self, trainer: transformers.Trainer, request: BudgetRequest) -> None:
         self._trainer = trainer
-        self._wishes = wishes
+        self._request = request
         self._budgeted: Budgeted | None = None
         self._open: ExitStack | None = None
         self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in _STEPS}
@@ -161,7 +160,7 @@ class _TrainingWatch:
         # Evaluation computes losses as well, and a trainer may compute several in one step.
         if stack is not None and torch.is_grad_enabled():
             if self._budgeted is None:
-                self._budgeted = Budgeted(self._wishes, self._training(model))
+                self._budgeted = Budgeted(self._request, self._training(model))
             stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs))
         return self._plain["compute_loss"](model, inputs, *args, **kwargs)
 
@@ -205,7 +204,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
     check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
-            "MemoryBudget: DeepSpeed runs backward and optimizer in an engine of its own, where no step can be "
+            "MemoryBudget: DeepSpeed runs backward and optimizer in its own engine, where no step can be "
             "planned. Shard with FSDP2 instead: `TrainingArguments(fsdp=True, fsdp_config={'version': 2})`."
         )
     if args.n_gpu > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.loops.checking import CarryCheck
 from torchremat.loops.forward import Body

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from torchremat._compat.binding import private
-from torchremat._compat.profiler_lines import profiler_silenced
+from torchremat._compat.profiler import profiler_silenced
 
 _MEASURING = "measuring live bytes"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from torchremat._compat.attention import grouped_formulas
+from torchremat._compat.operators import grouped_formulas
 
 Formula = Callable[..., int]
 

@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 
 from torchremat._compat.autograd import current_graph_task
-from torchremat._compat.profiler_starts import before_profilers
+from torchremat._compat.profiler import before_profilers
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.profiled import ProfilerRecorder, in_passing, recorded_by_profiler
 from torchremat.measuring.traces import AllocationTrace

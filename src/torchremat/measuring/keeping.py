@@ -14,8 +14,8 @@ from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import SaveLog, watched
 from torchremat.measuring.step import found_loss, loss_of
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.regions.abandoning import abandon
 from torchremat.regions.diagnosis.operators import LoggedOperator
+from torchremat.regions.footprints import abandon
 from torchremat.tensors.graphs import nodes_of, slots_of
 from torchremat.tensors.metadata import Metadata
 

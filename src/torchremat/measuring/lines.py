@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchremat._compat.autograd import current_node
-from torchremat._compat.compiled_code import runs_compiled_code
+from torchremat._compat.dynamo import runs_compiled_code
 from torchremat._compat.modes import sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward

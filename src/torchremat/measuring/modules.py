@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat._compat.compiled_code import is_compiled, is_compiled_in_place
+from torchremat._compat.dynamo import is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.patches import is_generator

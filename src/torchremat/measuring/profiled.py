@@ -6,7 +6,7 @@ no dispatch mode does. Only memory events and marks are recorded, no operators.
 Missing on purpose, since torch does not report it: allocations in the user's own threads (autograd's threads are seen),
 and frees of memory that was allocated before the block.
 
-torch's messages about it on stderr are suppressed, see `_compat.profiler_lines`; errors are not.
+torch's messages about it on stderr are suppressed, see `_compat.profiler`; errors are not.
 """
 
 # NOTE [ Frees of foreign memory ]
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from torchremat._compat.collectives import settled_collectives
-from torchremat._compat.profiler_lines import errors_alone
+from torchremat._compat.profiler import errors_alone
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
     MEMORY,

@@ -9,8 +9,8 @@ from pathlib import Path
 from torchremat.measuring.saved_data import SavedData
 from torchremat.measuring.saved_text import described, summary_rows, tables_of
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.charts import tree_chart
 from torchremat.views.page import Fact, Page
-from torchremat.views.tree_chart import tree_chart
 from torchremat.views.viewed import Viewed
 
 

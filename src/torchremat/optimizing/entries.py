@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.counts import holders_in_python, holders_in_torch, tensors_in
-from torchremat.stores.contents import Content, content_of
+from torchremat._compat.tensors import holders_in_python, holders_in_torch, tensors_in
+from torchremat.stores.base import Content, content_of
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import is_wrapper
 

@@ -22,7 +22,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from torchremat.optimizing.entries import StateEntries
-from torchremat.stores.release import land, settle
+from torchremat.stores.base import land, settle
 from torchremat.tensors.handles import Handle, Store
 
 State = Mapping[Any, Any]

@@ -13,7 +13,7 @@ from typing import NoReturn, cast
 
 from torch import Tensor
 
-from torchremat._compat.subclasses import no_torch_function, shell_of
+from torchremat._compat.tensors import no_torch_function, shell_of
 from torchremat.errors import UnsupportedError, bug
 
 

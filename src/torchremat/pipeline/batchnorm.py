@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from torchremat._compat.norms import AnyBatchNorm
+from torchremat._compat.modules import AnyBatchNorm
+from torchremat.ambient.global_state import EXCHANGING
 from torchremat.ambient.hidden import hiding
-from torchremat.ambient.locks import EXCHANGING
 from torchremat.errors import ScheduleError, UnsupportedError
 from torchremat.regions.runtime import is_recomputing
 
@@ -187,7 +187,7 @@ def discard_statistics(module: nn.Module) -> None:
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int | None = 1) -> nn.Module:
-    """Return the module with a `DeferredBatchNorm` in the place of each batch norm that has running statistics.
+    """Return the module with a `DeferredBatchNorm` in place of each batch norm that has running statistics.
 
     Inner modules are replaced in place; a module that is a batch norm itself is left as it is and another one returned.
     The new modules have the same parameters, buffers and hooks. Modules that are deferred already, by as many chunks,
@@ -225,7 +225,7 @@ def _problem(module: nn.Module) -> str:
     if type(module) not in _CONVERTIBLE:
         return f"{kind} is a class of its own, whose forward would be lost"
     if "forward" in vars(module):
-        return f"this {kind} has a forward of its own, or is wrapped; convert first, then wrap"
+        return f"this {kind} has its own forward, or is wrapped; convert first, then wrap"
     return ""
 
 

@@ -1,4 +1,4 @@
-r"""Edges of the autograd graph that say "before", where no data flows.
+"""Edges of the autograd graph that say "before", where no data flows.
 
         a ---- Fork ---- a'            forward:  a' is made before b'
                   \
@@ -17,12 +17,20 @@ section 2.2; there, only the first tensor of a microbatch passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchremat.pipeline.phony import phony_of
+
+@cache
+def phony_of(device: torch.device, *, requires_grad: bool) -> Tensor:
+    """Return a tensor without elements, always the same one for a device.
+
+    A Function that returns it has to detach it, or its node would stay on the shared tensor.
+    """
+    return torch.empty(0, device=device, requires_grad=requires_grad)
 
 
 class Fork(torch.autograd.Function):

@@ -21,7 +21,7 @@ class Microbatch:
     """A value on its way through the stages.
 
     Attributes:
-        template: The value, with a `Leaf` in the place of each tensor.
+        template: The value, with a `Leaf` in place of each tensor.
         tensors: The tensors, in order.
     """
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.begun_devices import counting_devices
 from torchremat.errors import PipelineError
-from torchremat.pipeline.workers import normalised
+from torchremat.pipeline.streams import normalised
 
 _ADVICE = "`torchremat.pipeline.balance` has functions that find one by time, by size, or for given costs."
 

@@ -8,15 +8,15 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
+from torchremat.pipeline.prediction import predicted_step
 from torchremat.pipeline.recorder import Recorder
-from torchremat.pipeline.records import predicted_step
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
@@ -132,7 +132,7 @@ class Pipe(nn.Module):
         """
         if is_checkpointing() or is_recomputing():
             raise UnsupportedError(
-                "a Pipe was called in a region, and its stages run in threads of their own, which the region does "
+                "a Pipe was called in a region, and its stages run in their own threads, which the region does "
                 "not see. A Pipe recomputes by itself: use its `checkpoint` argument."
             )
         if is_transformed():

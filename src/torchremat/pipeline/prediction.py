@@ -1,13 +1,16 @@
-"""The predicted time of a step: an order simulated with the times of a measured step."""
+"""The predicted time of a step, and the step of a pipe as a timeline with its prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 from torchremat.pipeline.events import PipelineEvent
+from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.timeline import Timeline
-from torchremat.schedules.pipelines import Kind, Order
+from torchremat.schedules.pipelines import Action, Kind, Order, clock_cycles
 from torchremat.schedules.simulation import Costs, simulate
 
 
@@ -31,10 +34,11 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
     """Return the step of an order with the times of a measured step.
 
-    >>> from torchremat.schedules.pipelines import gpipe
+    >>> from torchremat.schedules.pipelines import parse
     >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
-    >>> predict(Timeline(events=(), stages=2), gpipe(3, 2), costs=costs).step_s  # (3 + 2 - 1) * (1 + 2)
-    12.0
+    >>> order = parse(["F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"])
+    >>> predict(Timeline(events=(), stages=2), order, costs=costs).step_s  # (2 + 2 - 1) * (1 + 2)
+    9.0
 
     Args:
         timeline: The median times of each stage are taken from it.
@@ -60,3 +64,31 @@ def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs:
     stages = sum(map(len, workers))
     alone = workers == tuple((stage,) for stage in range(stages))
     return Timeline(events=events, stages=stages, workers=() if alone else workers)
+
+
+def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:
+    """Return the record of a step, with the simulation of its order with the times of its parts."""
+    groups: dict[object, list[int]] = {}
+    for stage, device in enumerate(runner.devices):
+        groups.setdefault(device, []).append(stage)
+    workers = tuple(map(tuple, groups.values()))
+    alone = len(workers) == len(runner.stages)
+    measured = recorder.timeline(stages=len(runner.stages), workers=() if alone else workers)
+    has_backward = any(event.kind == "backward" for event in measured.events)
+    order = order_of(runner, workers, has_backward=has_backward)
+    costs = costs_of(measured)
+    if any((action.stage, action.kind) not in costs for actions in order for action in actions):
+        return measured  # a backward that went through some of the stages
+    return replace(measured, predicted=predict(measured, order, lookahead=True))
+
+
+def order_of(runner: Runner, workers: tuple[tuple[int, ...], ...], *, has_backward: bool) -> Order:
+    """Return the actions of each worker in a step: the clocks, and then the same clocks in reverse order."""
+    count = max((len(settings) for settings in runner.settings), default=0)
+    cells = [cell for clock in clock_cycles(count, len(runner.stages)) for cell in clock]
+    actions = [Action(kind="forward", stage=stage, microbatch=number) for number, stage in cells]
+    for number, stage in reversed(cells) if has_backward else ():
+        if runner.settings[stage][number] is not None:
+            actions.append(Action(kind="recompute", stage=stage, microbatch=number))
+        actions.append(Action(kind="backward", stage=stage, microbatch=number))
+    return tuple(tuple(action for action in actions if action.stage in stages) for stages in workers)

@@ -12,7 +12,7 @@ Around each cell, in the order in which they are made (backward runs them in rev
     wait        the device computes when the copy is there
     (cell)
     wait        the next copy starts when the device has computed
-    precede     see `preceding`                                               backward: before it waits for the copy
+    precede     see `cells`                                                   backward: before it waits for the copy
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.pipeline.cells import Cell, CellName
+from torchremat.pipeline.cells import Cell, CellName, precede
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.dependency import fork_all, join_all
-from torchremat.pipeline.marks import Passage
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.pipeline.preceding import precede
-from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.recorder import Passage, Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
-from torchremat.pipeline.skip.namespaces import Key
-from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
-from torchremat.pipeline.workers import Worker, spawn_workers
+from torchremat.pipeline.skip.layouts import Key
+from torchremat.pipeline.streams import Stream, Worker, current_stream, spawn_workers, use_device, use_stream
 from torchremat.regions.settings import Settings
 from torchremat.schedules.pipelines import Kind, clock_cycles
 

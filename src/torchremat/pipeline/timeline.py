@@ -31,7 +31,7 @@ class Timeline:
         events: The events; their seconds count from any point in time before the first of them.
         stages: The number of stages.
         workers: The stages of each worker. A stage that shares its worker is idle when the worker is. Empty if each
-            stage has a worker of its own.
+            stage has its own worker.
         predicted: The prediction of the same step.
 
     Raises:
@@ -137,9 +137,9 @@ class Timeline:
 
     def __str__(self) -> str:
         foretold = self.predicted
-        beside = "" if foretold is None else f", {_ms(foretold.step_s)} ms predicted; predictions are in brackets"
+        note = "" if foretold is None else f", {_ms(foretold.step_s)} ms predicted; predictions are in brackets"
         width = 14 if foretold is None else 20
-        rows = [f"step  {_ms(self.step_s)} ms{beside}"]
+        rows = [f"step  {_ms(self.step_s)} ms{note}"]
         rows.append(f"{'stage':>5}" + "".join(f"{name + ' ms':>{width}}" for name in _COLUMNS) + f"{'idle':>{width}}")
         shares = self.idle_share
         other_shares = () if foretold is None else foretold.idle_share

@@ -6,7 +6,7 @@ simulator/  the exact interpreter: the live bytes at every program point under a
 searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible
 budgets, hosts           a budget in bytes, and the memory of a host
-layout, inputs           putting a tree on a model
+layout                   putting a tree on a model
 plan_options             the options of `plan` and others
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner, doors           `plan` and `frontier`
@@ -17,8 +17,8 @@ printing, plan_page      a plan as text, and as a page
 frontier_data, frontiers, frontier_page, staircases  peak against time over all budgets
 bars                     the progress of planning in a terminal
 verification, outcomes, report, fitting  one real step under a plan
-conditions, scopes, checks     the first step of a training under a plan, compared with the planned one
-trained, overruns, soundings, sounded  later steps, watched for the budget
+conditions, checks             the first step of a training under a plan, compared with the planned one
+trained, overruns, sounded             later steps, watched for the budget
 shapes/     steps of changing shapes
 guarding/   a step that runs again when memory runs out
 compiling/  `torch.compile` with a budget

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torchremat.planning.searches.progress import Observer, Phase, Progress
+from torchremat.planning.searches.search_budget import Observer, Phase, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

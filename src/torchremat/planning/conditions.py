@@ -1,17 +1,43 @@
-"""The conditions of a plan: all that decides, in addition to shapes, which tensors a step saves, and their sizes."""
+"""The conditions of a plan: the sizes of its inputs, and all else that decides which tensors a step saves."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat._compat.checkpoints import is_checkpoint_wrapper, is_hook_of_torch_checkpoint
-from torchremat._compat.compiled_code import is_compiled
+from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.sharding import is_managed
+from torchremat.tensors.structure import tensors_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSizes:
+    """Elements in the inputs of each root's largest call, by name."""
+
+    elements: dict[str, int]
+
+    def are_exceeded(self, name: str, args: object) -> str | None:
+        """Return a message if the arguments of a call of root `name` are larger than planned, else None."""
+        planned = self.elements.get(name)
+        if planned is None:
+            return None
+        found = elements_in(tensors_in(args))
+        if found <= planned:
+            return None
+        return (
+            f"`{name or 'the model'}` is called with {found} input elements, the plan was made for {planned}; its "
+            "budget holds for those shapes only. Plan again with the largest batch."
+        )
+
+
+def elements_in(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements of tensors, without 0-D tensors: no other size depends on theirs."""
+    return sum(tensor.numel() for tensor in tensors if tensor.dim())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,8 @@ from torch import nn
 from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import optimizer_alone, shares_that_work
-from torchremat.planning.conditions import Conditions
+from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.forecasts import Forecast, Point
-from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
 from torchremat.planning.plans import Plan, claimed
@@ -22,11 +21,10 @@ from torchremat.planning.profiled_step import ProfiledStep
 from torchremat.planning.profiles.not_replayable import told
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.flows import operators_of
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
-from torchremat.planning.simulator.prediction import chosen_options, live_bytes, over_bytes, walk_of
+from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.sizes import format_bytes
 

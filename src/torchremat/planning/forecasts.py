@@ -70,6 +70,6 @@ class Forecast:
 
     @property
     def slowdown(self) -> float:
-        """Predicted seconds of a step over those of a plain one."""
+        """Predicted seconds of a step over a plain step's."""
         added_s = self.recompute_seconds + self.moving_seconds
         return 1 + added_s / self.plain_seconds if self.plain_seconds else 1.0

@@ -22,7 +22,7 @@ class FrontierPoint:
         recompute_seconds: Predicted seconds of recomputing.
         recomputed_flops: Flops that are recomputed.
         stored_bytes: Bytes that go to stores in a step, and come back.
-        slowdown: Predicted seconds of a step over those of a plain one.
+        slowdown: Predicted seconds of a step over a plain step's.
     """
 
     budget_bytes: int

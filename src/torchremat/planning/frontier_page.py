@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchremat.planning.frontier_data import FrontierData, FrontierPoint
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.charts import staircase_chart
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
-from torchremat.views.staircase_chart import staircase_chart
 
 
 def page_of(frontier: FrontierData) -> Page:

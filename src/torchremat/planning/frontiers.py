@@ -15,7 +15,7 @@ from torchremat.planning.frontier_data import FrontierData, FrontierPoint
 from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import ProfiledStep
-from torchremat.planning.searches.candidates import Candidate
+from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.staircases import draw
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page

@@ -1,6 +1,6 @@
 """The part of the machine's memory that this process may use.
 
-The system's memory is not the only limit: a container, a job of a scheduler or a service has a limit of its own, its
+The system's memory is not the only limit: a container, a job of a scheduler or a service has its own limit, its
 control group's, and is killed above it. And used memory is not all unavailable: the file cache makes room.
 """
 

@@ -11,11 +11,9 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
-from torchremat.planning.checks import Checks
-from torchremat.planning.conditions import Conditions
-from torchremat.planning.inputs import InputSizes
+from torchremat.planning.checks import Checks, PlannedScope, is_part_of
+from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger
@@ -171,7 +169,7 @@ def _choose(
 ) -> Iterable[int]:
     """Enter the calls in regions into `choices`, and yield the units that are in no region.
 
-    `own` are the settings of units that are regions of their own, since they are kept in part.
+    `own` are the settings of units that are separate regions, since they are kept in part.
     """
     for node in nodes:
         if isinstance(node, RegionNode):
@@ -207,7 +205,7 @@ def install(
 ) -> Application:
     """Make the calls of a model regions by a tree, and return the application; on an error nothing changes.
 
-    Calls of `unmet` modules, by name with the root of each, are reported, and are regions of their own.
+    Calls of `unmet` modules, by name with the root of each, are reported, and are separate regions.
     """
     held, transfers = tuple(held), {} if offload_schedule is None else dict(offload_schedule.transfers)
     applied = Application(calls=calls, tree=tree, held=held, transfers=transfers)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchremat.planning.bounds.certificates import Certificate, Claim
-from torchremat.planning.conditions import Conditions
+from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.forecasts import Forecast
-from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import Calls, HeldOperators
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.offload_choices import Speed, StoredUnit

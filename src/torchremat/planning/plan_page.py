@@ -57,7 +57,7 @@ def page_of(plan: PlanData) -> Page:
         charts=(
             step_chart(
                 planned,
-                beside=[plain],
+                others=[plain],
                 title="Memory over the step, predicted",
                 note="Under the plan, and without it as a dotted line; each is the time of its own step.",
             ),

@@ -20,7 +20,7 @@ from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.store_sizes import check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
-from torchremat.schedules.depths import DEEPEST, depth
+from torchremat.schedules.chain import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page

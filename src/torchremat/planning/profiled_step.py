@@ -26,9 +26,9 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.store_sizes import weighed
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.simulator.prediction import Candidate
 
 T = TypeVar("T")
 

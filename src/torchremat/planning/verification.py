@@ -23,7 +23,7 @@ from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report
-from torchremat.planning.searches.progress import Observer, Progress, checked
+from torchremat.planning.searches.search_budget import Observer, Progress, checked
 from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 

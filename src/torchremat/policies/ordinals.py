@@ -10,7 +10,7 @@ from typing import Any
 from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
-from torchremat.regions.naming import name
+from torchremat.regions.runtime import name
 from torchremat.regions.selective.op_info import op_info_of
 
 
@@ -56,7 +56,7 @@ def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
     """Return how many operators of a call `save_ordinals` is asked about: up to the last one that matters to it.
 
     Operators that write in place matter: their watcher copies held outputs in that memory first. So do operators that
-    return views with a version counter of their own, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
+    return views with their own version counter, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
     """
     return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
 

@@ -18,10 +18,10 @@ class Policy(ABC):
 
     Attributes:
         by_operator: Whether the decision depends only on the operator, so that each operator is asked about once.
-        asks_first: How many operators of a call it has to be asked about, the first ones; all of them if None.
+        asks_first: How many operators of a call it must be asked about, the first ones; all of them if None.
         asks_about_writes: Whether these include all operators that write in place, or return memory of an argument
             without declaring it; else the others are watched for that.
-        reads_names: Whether it has to be asked about named tensors.
+        reads_names: Whether it must be asked about named tensors.
     """
 
     by_operator: bool = False

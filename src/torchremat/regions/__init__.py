@@ -30,8 +30,6 @@ Semantics first; the mechanism obeys. 1 to 6 are those of `torch.utils.checkpoin
 In reading order:
 
 rules.py             when a region holds, stops and releases, as functions that planning calls as well
-inputs.py            where the arguments of calls come from
-frozen_values.py     values that reach a call past its arguments, as they are kept
 decisions.py         the policy protocol, and its answers
 selective/           outputs that a policy keeps in a region: their cache, their watchers, the mode that sees operators
 calls.py             one call in a region: everything needed to run it again
@@ -40,9 +38,8 @@ recording.py         the notes of a region about its forward, as data
 slots.py             autograd's placeholders for saved tensors
 settings.py          how a region behaves
 threads.py           the current state of each thread around regions
-hooks.py             the hooks that autograd calls
+hooks.py             the hooks that autograd calls, and how long recomputed tensors stay
 sessions.py          the owner of recomputed tensors
-waiting.py           how long they stay
 restoring.py         the state that a call saw, shown to its recompute
 refilling.py         the saved tensors of one recompute, compared and put into their slots
 recompute.py         one recompute
@@ -51,17 +48,14 @@ transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions
 offload_schedule.py  saved tensors of calls, on their way into stores and back
 runs.py              several calls as one region, regions inside regions
-functions.py         functions as regions
+doors.py             functions and modules as regions: `checkpoint`, `checkpointed`, `wrap`, `unwrap`
 forwards.py          the forward of a wrapped module
 patches.py           the attributes that wrapping puts on a module
-wrapping.py          modules as regions, by name
 reentrant.py         the reentrant region
-runtime.py           queries and requests for code that runs in a region
+runtime.py           queries and requests for code that runs in a region, and names by which a policy knows tensors
 carriers.py          values that reach a region past its arguments
-naming.py            names for tensors, by which a policy knows them
 spilling.py          tensors that a graph has saved already, moved into a store
-footprints.py        the bytes that a recompute adds
+footprints.py        the bytes that a recompute adds, and their release where no backward will run
 rehearsals.py        steps that the library runs itself, which are no steps of a training
 diagnosis/           the message for a recompute that differs from its forward
-abandoning.py        a graph that no backward will run through
 """

@@ -16,8 +16,7 @@ from torchremat.ambient.generators import States, drawn, generator_states
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.registry import Captured, entries
 from torchremat.regions.diagnosis.operators import OperatorLog
-from torchremat.regions.frozen_values import Frozen
-from torchremat.regions.inputs import Source
+from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, reads_of
 from torchremat.state.following.code import plain_cells

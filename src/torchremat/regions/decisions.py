@@ -89,10 +89,10 @@ class Policy(Protocol):
     region how to ask:
 
         `by_operator`    the answer depends only on the operator: it is asked once for each
-        `asks_first`     how many operators of a call it has to be asked about; all later ones run again
+        `asks_first`     how many operators of a call it must be asked about; all later ones run again
         `asks_about_writes`    whether these include all operators that write in place, or return memory of an argument
                          without declaring it (`unsafe_split`); else later operators are watched for that
-        `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
+        `reads_names`    it is asked for named tensors as well, with `torchremat.name` in place of the operator
 
     A method `unmet()` is called in the first recompute and returns words for the names in the policy that no forward
     has had.

@@ -1,10 +1,13 @@
-"""The memory that a recompute adds."""
+"""The memory that regions hold: the bytes that a recompute adds, and its release where no backward will run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, UntypedStorage
 
-from torchremat.regions.slots import Key, Recomputable, alive
+from torchremat.regions.slots import Key, Recomputable, Slot, alive
+from torchremat.tensors.graphs import nodes_of, slots_of
 
 
 def footprint_bytes(region: Recomputable, key: Key) -> int:
@@ -31,3 +34,12 @@ def waiting_storages(region: Recomputable, key: Key) -> list[UntypedStorage]:
 
 def _address(storage: UntypedStorage) -> int:
     return storage.data_ptr()
+
+
+def abandon(roots: Iterable[Tensor]) -> None:
+    """Release everything that the regions of a graph hold, since no backward from `roots` will run."""
+    for node in nodes_of(roots):
+        for place in slots_of(node):
+            packed = place.raw.data
+            if isinstance(packed, Slot):
+                packed.region.abandon()

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torchremat._compat.graphs import TRACES_GET, is_exporting, outside_graphs
+from torchremat._compat.dynamo import TRACES_GET, is_exporting, outside_graphs
 from torchremat.errors import UnsupportedError, WrapError, bug
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, run_choice
@@ -203,7 +203,7 @@ class UnboundForward:
         """Return the forward of a module.
 
         Raises:
-            WrapError: It is a copy of the wrapped module, which guards objects of its own.
+            WrapError: It is a copy of the wrapped module, which guards its own objects.
         """
         forward = self.forward
         if forward._module() is module:

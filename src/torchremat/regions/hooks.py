@@ -1,4 +1,7 @@
-"""The hooks that autograd calls for the saved tensors of a region, and how long a handed out tensor stays."""
+"""The hooks that autograd calls for saved tensors of a region, and how long recomputed tensors stay.
+
+See Rules 4, 7 and 8.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import current_graph_task, current_node, python_node
-from torchremat._compat.graphs import outside_graphs
-from torchremat.regions.slots import Key, Recomputable, Slot, written_in_region
+from torchremat._compat.autograd import current_graph_task, current_node, python_node, retains_graph
+from torchremat._compat.dynamo import outside_graphs
+from torchremat.regions.sessions import Session, active_session
+from torchremat.regions.slots import Key, Recomputable, Slot, Slots, alive, written_in_region
 from torchremat.regions.threads import thread
 from torchremat.tensors.packed import unpacked_in_graphs
 from torchremat.tensors.versioned import Versioned
@@ -69,7 +73,7 @@ class Unpin:
     def __call__(self, *_: object) -> None:
         """Drop the tensors: the hook of the node."""
         if current_graph_task() != self.task:
-            return  # another thread runs the same node for a backward of its own
+            return  # another thread runs the same node for its own backward
         slot = self.slot()
         if slot is not None:
             slot.drop(self.key)
@@ -84,3 +88,73 @@ def pin(slot: Slot, key: Key) -> bool:
         return False
     Unpin(slot, key).after(node)
     return True
+
+
+class Waiting:
+    """The owners for which a region has been recomputed, and which of them ask for a tensor again.
+
+    Attributes:
+        owners: The backwards and sessions.
+        stays_for: The backward whose recomputed tensors stay: see `let_go`.
+    """
+
+    __slots__ = ("_asked", "owners", "stays_for")
+
+    def __init__(self) -> None:
+        self.owners: set[Key] = set()
+        self.stays_for: int | None = None
+        # By slot, the backward calls of a session that have asked for it.
+        self._asked: dict[int, set[int]] | None = None
+
+    def was_asked(self, index: int) -> bool:
+        """Return whether a backward call of a session has asked for a tensor."""
+        return self._asked is not None and index in self._asked
+
+    def is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
+        """Return whether a tensor that is handed out now has to wait for a further request."""
+        # The node holds the tensor while it runs; no other node needs it. See Rule 4
+        if session is not None and not self._is_last_pass(session, task, slot.index):
+            return True
+        if thread.now.recomputing:
+            return False  # the input of a nested region, asked for once by each recompute of it
+        # If the graph is not retained, the slot dies with the node. Otherwise a node written in Python may ask again
+        # until it has run; torch's own nodes do not.
+        return not retains_graph() or pin(slot, task if session is None else session)
+
+    def is_done_with(self, slot: Slot) -> bool:
+        """Return whether an input pass runs, and no weight pass will ask for the tensor of a slot."""
+        session = active_session()
+        return session is not None and session.drops and self._is_last_pass(session, current_graph_task(), slot.index)
+
+    def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
+        if session.drops:
+            return task >= 0 and not thread.now.recomputing and session.is_done_with()
+        if session.passes is None or task < 0:
+            return False
+        if self._asked is None:
+            self._asked = {}
+        tasks = self._asked.setdefault(index, set())
+        tasks.add(task)
+        return len(tasks) >= session.passes
+
+    def let_go(self, slots: Slots) -> bool:
+        """Return whether the inputs of the region can be released, and let its recomputed tensors stay if so.
+
+        They can if the running backward frees its graph and the whole region has been recomputed.
+        """
+        task = current_graph_task()
+        if task not in self.owners or retains_graph() or any(slot.task != task for slot in alive(slots)):
+            return False
+        self.stays_for = task
+        return True
+
+    def forget(self, key: Key, slots: Slots) -> None:
+        """Drop the recomputed tensors of an owner."""
+        self.owners.discard(key)
+        if key == self.stays_for:
+            return
+        for one in slots:
+            if (slot := one()) is not None:
+                slot.drop(key)
+        if isinstance(key, Session):
+            self._asked = None

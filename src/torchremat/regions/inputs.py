@@ -1,4 +1,4 @@
-"""Where the arguments of a region's calls come from, so that a recompute can pass them again."""
+"""Where the values of a region's calls come from, arguments and others, so that a recompute can pass them again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,52 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from torchremat.errors import MutationError
 from torchremat.regions.rules import external_inputs
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.metadata import version_of
-from torchremat.tensors.structure import tensors_in
+from torchremat.tensors.structure import join, split, tensors_in
+from torchremat.tensors.versioned import Versioned
+
+
+class Frozen:
+    """A tensor, or a structure of tensors, that reaches a call other than by its arguments and is kept.
+
+    The tensors are aliases, see NOTE [ Why an alias ].
+    """
+
+    __slots__ = ("_kept", "_template")
+
+    def __init__(self, value: object) -> None:
+        tensors: list[Tensor] = []
+        self._template = split(value, tensors, [])
+        self._kept = [(Versioned(tensor.detach()), tensor.requires_grad) for tensor in tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The kept tensors."""
+        return [kept.tensor for kept, _ in self._kept]
+
+    def thaw(self, words: str) -> object:
+        """Return the value for a recompute.
+
+        Args:
+            words: Where the forward got it, for messages.
+
+        Raises:
+            MutationError: A tensor was written in place.
+        """
+        found: list[Tensor] = []
+        for kept, requires_grad in self._kept:
+            if kept.is_written:
+                raise MutationError(
+                    f"the tensor of {words} was written in place after the forward had it: version "
+                    f"{kept.version} then, {kept.now} now. Use a clone, or write out of place."
+                )
+            alias = kept.tensor.detach()
+            found.append(alias.requires_grad_() if requires_grad else alias)
+        return join(self._template, found)
+
 
 # The source of a call's argument: an input that the region holds, by number, or the output of an earlier call.
 Source = int | tuple[int, int]

@@ -33,10 +33,10 @@ from torchremat._compat.autograd import (
     top_saved_tensor_hooks,
 )
 from torchremat.ambient.hidden import hiding
+from torchremat.stores.base import held_in, settle
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
 from torchremat.stores.records import Record
-from torchremat.stores.release import held_in, settle
 from torchremat.stores.stored import Stored
 from torchremat.tensors.structure import tensors_in
 

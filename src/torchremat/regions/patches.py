@@ -148,7 +148,7 @@ def check_replaceable(module: nn.Module, name: str) -> None:
 
 
 def can_be_wrapped(module: nn.Module) -> bool:
-    """Return whether a module has a forward of its own that `set_forward` can replace."""
+    """Return whether a module has its own forward that `set_forward` can replace."""
     if forward_of_class(module) is _UNIMPLEMENTED and FORWARD not in module.__dict__:
         return False
     try:

@@ -8,7 +8,7 @@ from typing import NoReturn
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import retains_graph
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, is_traced_since, left_alone
 from torchremat.errors import bug
 from torchremat.regions.diagnosis.differences import Difference, Kind

@@ -33,7 +33,7 @@ from torchremat._compat.autograd import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
@@ -41,7 +41,7 @@ from torchremat.regions.calls import Body, Call
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
-from torchremat.regions.hooks import noted, told, unpack
+from torchremat.regions.hooks import Waiting, noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.recording import Recording
 from torchremat.regions.refilling import Refill
@@ -52,7 +52,6 @@ from torchremat.regions.settings import Settings
 from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
-from torchremat.regions.waiting import Waiting
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import split_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# Per process, not per thread: a step may have threads of its own.
+# Per process, not per thread: a step may have its own threads.
 _running = [0]
 _begun = [0]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import restore
-from torchremat.ambient.global_state import AmbientState, ambient_state
-from torchremat.ambient.locks import EXCHANGING
+from torchremat.ambient.global_state import EXCHANGING, AmbientState, ambient_state
 from torchremat.regions.calls import Call
 from torchremat.regions.threads import thread
 from torchremat.state.containers import ContainerCopies

@@ -36,7 +36,7 @@ def last_needed(saves: int, waits: Callable[[int], bool]) -> int:
 
     Args:
         saves: The number of saves in the region; saves are numbered in the order of its forward.
-        waits: Whether a backward will ask for the save of this number, and the save has to be recomputed.
+        waits: Whether a backward will ask for the save of this number, and the save must be recomputed.
     """
     for number in range(saves - 1, -1, -1):
         if waits(number):

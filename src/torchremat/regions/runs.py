@@ -222,7 +222,7 @@ def run_choice(
     if choice.is_open:
         return function(*args, **kwargs)
     opened = cast("_Opened", thread.now.scopes[-1])
-    # The inner calls have a scope of their own, or none: never the scope of this call.
+    # The inner calls have their own scope, or none: never the scope of this call.
     inside = partial((choice.inside or _PLAIN).run, function)
     if choice.stop is None or opened.in_flight is None:
         return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
@@ -246,7 +246,7 @@ def _enter(
         raise UnsupportedError(
             f"region {place} is a run of {place.calls} calls, and one of them is of a module that `fully_shard` has "
             "sharded. To recompute the run, the parameters of all of its modules are needed at once, and FSDP gathers "
-            "those of one module at a time. Make each sharded module a region of its own (`wrap` without a plan), or "
+            "those of one module at a time. Make each sharded module its own region (`wrap` without a plan), or "
             "shard the module that the whole run is in and none inside of it."
         )
     region = regions.pop(place, None) or new_region(place.settings or settings, place)

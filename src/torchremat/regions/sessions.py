@@ -1,6 +1,6 @@
 """The owner of recomputed tensors, and how long they stay.
 
-By default each backward call is a session of its own: its recomputed tensors are dropped when the node that unpacked
+By default each backward call is its own session: its recomputed tensors are dropped when the node that unpacked
 them has run. An explicit session spans several backward calls, so that one recompute serves them all, and can start a
 recompute ahead of the gradient (Rules 4, 8 and 9).
 """

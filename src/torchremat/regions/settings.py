@@ -123,7 +123,7 @@ class Settings:
         first = getattr(policy, "asks_first", None)
         if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
             raise PolicyError(
-                f"policy={describe(policy)}: its asks_first is {first!r}, and has to be a number of operators, or None."
+                f"policy={describe(policy)}: its asks_first is {first!r}, and must be a number of operators, or None."
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))

@@ -30,7 +30,7 @@ class Served(Protocol):
     """The content of a slot that keeps its tensor itself."""
 
     def get(self) -> Tensor | None:
-        """Return the tensor, None if it has to be recomputed after all."""
+        """Return the tensor, None if it must be recomputed after all."""
         ...
 
 
@@ -253,7 +253,7 @@ def alive(slots: Slots) -> Iterator[Slot]:
 
 
 def waits(slot: Slot | None) -> bool:
-    """Return whether autograd holds a slot whose tensor has to be recomputed."""
+    """Return whether autograd holds a slot whose tensor must be recomputed."""
     return slot is not None and slot.value is None
 
 

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.counts import holders_in_python, holders_in_torch, sequence_of, tensors_in
+from torchremat._compat.tensors import holders_in_python, holders_in_torch, sequence_of, tensors_in
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
 from torchremat.regions.slots import Slot
+from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
-from torchremat.stores.release import land
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.sizes import format_bytes, parse_bytes

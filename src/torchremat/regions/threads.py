@@ -12,7 +12,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from torchremat._compat.graphs import is_traced
+from torchremat._compat.dynamo import is_traced
 from torchremat._compat.thread_locals import (
     get_from_tls,
     is_in_tls,
@@ -21,14 +21,14 @@ from torchremat._compat.thread_locals import (
     stash_in_tls,
 )
 from torchremat.regions.calls import Call
-from torchremat.regions.frozen_values import Frozen
+from torchremat.regions.inputs import Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.watching import Collecting, Replaying
 
 # NOTE [ In which thread a backward runs ]
 #
 # A backward that is called in a region runs the nodes of a device in a thread of autograd, and so does any backward
-# that is nested deeply enough. The state around the running code has to be visible there as well: the operators of that
+# that is nested deeply enough. The state around the running code must be visible there as well: the operators of that
 # backward belong to the region, and a region there is an inner region. torch copies its own thread-local state, such as
 # grad mode and dispatch modes, from the thread that calls a backward to the threads in which it runs, together with
 # objects stashed there under a key. So `Now` is stashed while it is not empty. An autograd thread serves many backwards

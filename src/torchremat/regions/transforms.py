@@ -6,7 +6,7 @@ closures and parameters are wrapped as in the forward, and the region can be rec
 
     transforms when the region ran      in backward             result
     grad                                grad                    recomputed
-    grad                                none (vjp)              recomputed in a `grad` of its own
+    grad                                none (vjp)              recomputed in its own `grad`
     grad                                vmap (jacrev)           the same, with the vmap set aside
     vmap, grad                          vmap, grad              recomputed
     vmap, jvp, grad                     vmap, jvp, vmap         recomputed, tangents included (hessian)
@@ -167,7 +167,7 @@ class _TransformedRegion(Region):
         return found
 
     def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool, returns: bool) -> Refill:
-        """Recompute in a `grad` of its own, which replaces the one that has ended."""
+        """Recompute in its own `grad`, which replaces the one that has ended."""
         level = push_grad()
         try:
             for call in self.recording.calls:

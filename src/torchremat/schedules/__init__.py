@@ -1,1 +1,36 @@
-"""Schedules: the order of forward, recompute and backward as data, one interpreter, and the solvers over it."""
+"""Schedules: the order of forward, recompute and backward as data, one interpreter, and the solvers over it.
+
+Chains of stages:
+
+actions.py      four kinds of action, and their text
+chain.py        chains of stages, and trees of regions over them
+interpreter.py  runs a schedule on integers, and checks every action
+uniform.py      schedules as written by hand
+rounding.py     bytes in slots
+tables.py       the least cost of every end of every region, for every number of free slots
+persistent.py   the cheapest schedule of a chain under a limit
+transfers.py    copies to and from a store
+
+Operators:
+
+dataflow.py            the operators of a forward, and the values that they read and make
+knapsacks.py           things of the greatest worth within a limit
+operator_selection.py  the outputs that a region holds
+bounds.py              the least cost of recomputing under any schedule
+joint.py               a forward and its backward as one list of operators
+kernels.py             live bytes where a compiler fuses operators
+prices.py              the values worth saving at a price for each byte
+recompute_spans.py     stretches that the backward can recompute by themselves
+saving.py              the values to save for a peak within a limit
+
+Loops:
+
+binomial.py  a known number of equal steps
+online.py    a number of steps that is not known
+loops.py     how many carries wait, and how many steps are recorded at once
+
+Pipelines:
+
+pipelines.py   the actions of each worker
+simulation.py  an order on a clock
+"""

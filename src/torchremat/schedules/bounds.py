@@ -30,7 +30,7 @@ from torchremat.schedules.dataflow import Dataflow
 #
 # and these hold:
 #
-#   1. sum of size(v) held(k, v) + beside(k)  <=  limit         live bytes at the moment; beside(k) are bytes that no
+#   1. sum of size(v) held(k, v) + other(k)  <=  limit         live bytes at the moment; other(k) are bytes that no
 #                                                               schedule can avoid: gradients under way
 #   2. held(k, v) = 1                                           for each value that the pull of the moment reads
 #   3. held(k, v) + run(k, maker of v)   >=  1                  for each value read until the next moment
@@ -67,11 +67,11 @@ class Pull:
 
     Attributes:
         reads: Values that it reads, all of which are live while it runs.
-        beside_bytes: Other bytes live then under any schedule: gradients, including the ones that it makes.
+        other_bytes: Other bytes live then under any schedule: gradients, including the ones that it makes.
     """
 
     reads: tuple[int, ...]
-    beside_bytes: int = 0
+    other_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def lower_bound(
     Args:
         flow: The operators of the forward. Operators of infinite cost must not run again.
         backward: The pulls of backward, in their order.
-        limit_bytes: Of all live bytes in backward: values of the forward and `beside_bytes`.
+        limit_bytes: Of all live bytes in backward: values of the forward and `other_bytes`.
         regions: The overhead of regions; None if unknown.
         most_seconds: No program starts after so many seconds, and the running one ends soon: the bound is then lower
             than it could be, but still valid.
@@ -170,7 +170,7 @@ class _Problem:
     def tightest(self, count: int) -> list[int]:
         """Return the moments with the most bytes that must be live, each a local maximum, in order."""
         live = [
-            pull.beside_bytes + sum(self.size[value] for value in reads)
+            pull.other_bytes + sum(self.size[value] for value in reads)
             for pull, reads in zip(self.pulls, self.reads, strict=True)
         ]
         padded = [-1, *live, -1]
@@ -296,7 +296,7 @@ class _LinearProgram:
     def _moment(self, k: int, moment: int) -> None:
         """Rows 1 and 2, and the costs."""
         problem, held = self._problem, self._held[k]
-        free_bytes = problem.limit_bytes - problem.pulls[moment].beside_bytes
+        free_bytes = problem.limit_bytes - problem.pulls[moment].other_bytes
         forced = problem.reads[moment]
         self.is_hopeless |= free_bytes < sum(problem.size[value] for value in forced)
         self.lowest[[held[value] for value in forced]] = 1.0

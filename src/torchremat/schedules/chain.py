@@ -59,7 +59,6 @@ class Stage:
         output_bytes: Live bytes of its output at its exit if nothing is saved.
         drop_peak_bytes: Highest live bytes during a forward that saves nothing, above the bytes live at its entry.
         options: The ways of keeping it, at least one.
-        recomputable: False if no region may contain it: it is kept at top level.
         forward_base_bytes: Bytes live here in the first forward under any tree.
         backward_base_bytes: The same when its backward runs, and while a region that ends here is recomputed.
     """
@@ -71,7 +70,6 @@ class Stage:
     output_bytes: int
     drop_peak_bytes: int
     options: tuple[Option, ...]
-    recomputable: bool = True
     forward_base_bytes: int = 0
     backward_base_bytes: int = 0
 
@@ -198,8 +196,8 @@ def check_tree(tree: Tree, chain: Chain) -> None:
     """Return if the tree covers each stage of the chain once and in order.
 
     Raises:
-        ScheduleError: If it does not, if an option does not exist, or if a region contains a stage that must not be
-            recomputed, or an option that does not nest.
+        ScheduleError: If it does not, if an option does not exist, or if a region contains an option that does not
+            nest.
     """
     found = list(kept(tree))
     stages = [keep.stage for keep in found]
@@ -211,9 +209,76 @@ def check_tree(tree: Tree, chain: Chain) -> None:
             raise ScheduleError(f"stage {keep.stage}: option {keep.option} of {options} does not exist")
     for node in tree:
         if isinstance(node, RegionNode):
-            for stage in range(node.first, node.last + 1):
-                if not chain.stages[stage].recomputable:
-                    raise ScheduleError(f"stage {stage} cannot be recomputed, but a region contains it")
             for keep in kept((node,)):
                 if not chain.stages[keep.stage].options[keep.option].nests:
                     raise ScheduleError(f"stage {keep.stage}: option {keep.option} does not nest, but is in a region")
+
+
+# NOTE [ How deep regions may nest ]
+#
+# A call in d regions is d nested calls, in the forward as in each recompute, and to unpack an input of the innermost
+# region the recomputes of all d may nest. Python's own stack has room for 1000 calls, and each level takes
+#
+#   5    a call that runs in regions
+#   8    a recompute that asks for the result of an enclosing recompute
+#
+# So 64 levels take 512 at most, which leaves the other half to the model, the loop around it, and that loop's callers.
+# The cheapest and lowest trees of long chains nest as deep as the chain is long. In such a tree regions are dissolved:
+# evenly, since regions dissolved in one place are all kept there at once.
+DEEPEST = 64
+
+
+def depth(tree: Tree) -> int:
+    """Return the greatest number of nested regions in a tree."""
+    most, stack = 0, [(node, 1) for node in tree]
+    while stack:
+        node, level = stack.pop()
+        if isinstance(node, RegionNode):
+            most = max(most, level)
+            stack.extend((child, level + 1) for child in node.children)
+    return most
+
+
+def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
+    """Return the tree with levels of regions dissolved, evenly, where it nests deeper than `deepest`.
+
+    Of three levels with two allowed, the innermost is dissolved:
+
+    >>> nested = RegionNode((KeepNode(0), RegionNode((KeepNode(1), RegionNode((KeepNode(2),)), KeepNode(3)))))
+    >>> bounded((nested,), 2) == (RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2), KeepNode(3))))),)
+    True
+
+    Args:
+        tree: The tree. The outermost regions stay, so the same stages are recomputed.
+        deepest: At least 1.
+    """
+    return tuple(_bounded(node, deepest) for node in tree)
+
+
+@dataclass
+class _Open:
+    """A region whose children are being visited."""
+
+    waiting: Iterator[KeepNode | RegionNode]
+    nodes: list[KeepNode | RegionNode] = field(default_factory=list["KeepNode | RegionNode"])
+
+
+def _bounded(node: KeepNode | RegionNode, deepest: int) -> KeepNode | RegionNode:
+    levels = depth((node,))
+    if levels <= deepest:
+        return node
+    # With twice as many levels as allowed, every second level stays, and so on; the first always stays.
+    stays = [-(-(level + 1) * deepest // levels) > -(-level * deepest // levels) for level in range(levels)]
+    around = [_Open(iter((node,)))]
+    while True:
+        child = next(around[-1].waiting, None)
+        if isinstance(child, RegionNode):
+            around.append(_Open(iter(child.children)))
+        elif child is not None:
+            around[-1].nodes.append(child)
+        elif len(around) > 1:
+            nodes = around.pop().nodes
+            around[-1].nodes += [RegionNode(tuple(nodes))] if stays[len(around) - 1] else nodes
+        else:
+            (found,) = around[0].nodes
+            return found

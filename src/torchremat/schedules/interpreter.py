@@ -164,9 +164,6 @@ class _StackMachine:
             if action.last >= len(stages):
                 self.refuse(action, f"the last stage is {len(stages) - 1}")
             inside = stages[action.first : action.last + 1]
-            for index, stage in enumerate(inside, start=action.first):
-                if not stage.recomputable:
-                    self.refuse(action, f"stage {index} cannot be recomputed")
             held = stages[action.first].linked_bytes + sum(stage.external_bytes for stage in inside)
             self.push(_RegionFrame(action.first, action.last, held, ran=action.first - 1, next=action.first))
             return
@@ -220,7 +217,7 @@ class _StackMachine:
         if top is None:
             self.refuse(action, "every backward has run")
         if isinstance(top, _RegionFrame):
-            self.refuse(action, f"H{top.first}-{top.last} comes next and has to be recomputed first")
+            self.refuse(action, f"H{top.first}-{top.last} comes next and must be recomputed first")
         if top.stage != action.stage:
             self.refuse(action, f"the backward of stage {top.stage} comes next")
         self.live(self.chain.stages[action.stage].backward_base_bytes + top.option.backward_peak_bytes, action)

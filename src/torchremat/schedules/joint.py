@@ -8,6 +8,10 @@ everything, including the peak of the step.
     backward   the operators from the first that reads an incoming gradient on; before each of them, in order, the
                operators that make the missing values it needs
 
+A compiler makes copies to other layouts, keeps a parameter's copy until the backward has read it, and never
+materializes fused values. All of that changes little when a little more or less is saved. So the difference between the
+known bytes and the list's, operator by operator, makes the list exact for this split and better for splits near it.
+
 Missing on purpose: a value that is made more than twice.
 """
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchremat.errors import ScheduleError
@@ -24,7 +28,7 @@ from torchremat.schedules.kernels import walk
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Adjustments:
     """Bytes live in addition to values while operators run, by the index of the operator; they may be negative.
 
     Attributes:
@@ -48,7 +52,7 @@ class Beside:
         return found[::-1]
 
 
-NOTHING_BESIDE = Beside()
+NO_ADJUSTMENTS = Adjustments()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class Joint:
         gradients: Values that the backward returns.
         incoming: The gradients that the backward receives.
         begins: The first operator that reads one of these.
-        beside: Bytes live in addition to these, where known.
+        adjustments: Bytes live in addition to these, where known.
     """
 
     operators: tuple[Operator, ...]
@@ -71,7 +75,7 @@ class Joint:
     gradients: tuple[int, ...]
     incoming: tuple[int, ...]
     begins: int
-    beside: Beside = NOTHING_BESIDE
+    adjustments: Adjustments = NO_ADJUSTMENTS
 
     @cached_property
     def maker(self) -> dict[int, int]:
@@ -181,10 +185,10 @@ def live(
     later = _kept_bytes(joint, saved) - sum(joint.size_bytes[value] for value in begin)
     later += sum(joint.size_bytes[value] for value in joint.incoming)
 
-    def lives(indices: Sequence[int], begin: Set[int], keep: Iterable[int], beside: int) -> list[tuple[int, str]]:
+    def lives(indices: Sequence[int], begin: Set[int], keep: Iterable[int], others: int) -> list[tuple[int, str]]:
         operators = [joint.operators[index] for index in indices]
-        each = joint.beside.of(indices, joint.of_backward)
-        return list(walk(operators, joint.size_bytes, begin=begin, keep=keep, beside_bytes=beside, beside_each=each))
+        each = joint.adjustments.of(indices, joint.of_backward)
+        return list(walk(operators, joint.size_bytes, begin=begin, keep=keep, other_bytes=others, other_each=each))
 
     return (
         lives(forward, frozenset(), saved | outputs, joint.fixed_bytes),
@@ -219,3 +223,31 @@ def _backward(joint: Joint, saved: set[int]) -> Iterator[int]:
         yield from sorted(pulled)
     # Operators that need no gradient at all come before the first that does.
     yield from sorted(needed - done)
+
+
+def adjustments_of(joint: Joint, found: Split, forward: Mapping[str, int], backward: Mapping[str, int]) -> Adjustments:
+    """Return the bytes live in addition to the values of a list.
+
+    Args:
+        joint: The list; its own adjustments do not count.
+        found: A split of it.
+        forward: By the names of operators, the bytes live while they run in the forward of this split. An operator
+            without an entry takes the entry of the one before it.
+        backward: The same for its backward.
+    """
+    first, second = live(replace(joint, adjustments=NO_ADJUSTMENTS), found.saved, found.forward, found.backward)
+    late = dict(_differences(joint, found.backward, backward, second))
+    again = {index: size for index, size in late.items() if index not in joint.of_backward}
+    in_place = {index: size for index, size in late.items() if index in joint.of_backward}
+    return Adjustments(first={**dict(_differences(joint, found.forward, forward, first)), **in_place}, again=again)
+
+
+def _differences(
+    joint: Joint, indices: Sequence[int], known: Mapping[str, int], said: Sequence[tuple[int, str]]
+) -> Iterator[tuple[int, int]]:
+    """Yield how far known bytes exceed the list's, for each operator, or else for the one before it."""
+    more = {name: known[name] - size for size, name in said if name in known}
+    last = 0
+    for index in indices:
+        last = more.get(joint.operators[index].name, last)
+        yield index, last

@@ -28,8 +28,8 @@ def walk(
     *,
     begin: Iterable[int],
     keep: Iterable[int],
-    beside_bytes: int,
-    beside_each: Sequence[int] = (),
+    other_bytes: int,
+    other_each: Sequence[int] = (),
 ) -> Iterator[tuple[int, str]]:
     """Yield the live bytes while each kernel runs, with its name. A value is freed after its last reader.
 
@@ -38,20 +38,20 @@ def walk(
         size_bytes: By value.
         begin: Values that are live at first and are freed like values that operators make.
         keep: Values that stay.
-        beside_bytes: All else that is live.
-        beside_each: Further live bytes while each operator runs; for a kernel the entry of its last operator counts.
+        other_bytes: All else that is live.
+        other_each: Further live bytes while each operator runs; for a kernel the entry of its last operator counts.
     """
     stays = set(keep)
     kernels = fused(operators, stays)
     last = {value: at for at, kernel in enumerate(kernels) for value in (*kernel.last.outputs, *kernel.inputs)}
     there = set(begin)
-    live = beside_bytes + sum(size_bytes[value] for value in there)
+    live = other_bytes + sum(size_bytes[value] for value in there)
     for at, (operator, place, inputs) in enumerate(kernels):
         for value in operator.outputs:
             if value not in there:
                 there.add(value)
                 live += size_bytes[value]
-        yield live + operator.workspace_bytes + (beside_each[place] if beside_each else 0), operator.name
+        yield live + operator.workspace_bytes + (other_each[place] if other_each else 0), operator.name
         for value in (*operator.outputs, *inputs):
             if last[value] == at and value in there and value not in stays:
                 there.remove(value)

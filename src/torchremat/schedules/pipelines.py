@@ -60,8 +60,8 @@ Order: TypeAlias = Sequence[Sequence[Action]]
 def text(order: Order) -> list[str]:
     """Return each worker's actions as one line.
 
-    >>> text(gpipe(2, 2))
-    ['F0.0 F0.1 B0.1 B0.0', 'F1.0 F1.1 B1.1 B1.0']
+    >>> text(recomputing(parse(["F0.0 B0.0", "F1.0 B1.0"])))
+    ['F0.0 R0.0 B0.0', 'F1.0 R1.0 B1.0']
     """
     return [" ".join(map(str, actions)) for actions in order]
 
@@ -100,56 +100,6 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
     for tick in range(microbatches + stages - 1):
         first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
         yield [(tick - stage, stage) for stage in range(first, last + 1)]
-
-
-def gpipe(microbatches: int, stages: int, *, in_reverse: bool = True) -> Order:
-    """Return GPipe's order: all forwards, then all backwards.
-
-    Source: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
-    2019, figure 2.
-
-    Args:
-        microbatches: At least 1.
-        stages: At least 1; each has a worker.
-        in_reverse: Whether the last microbatch comes back first; torch's `ScheduleGPipe` begins with the first.
-    """
-    orders: list[list[Action]] = [[] for _ in range(stages)]
-    for cells in clock_cycles(microbatches, stages):
-        for microbatch, stage in cells:
-            orders[stage].append(Action(kind="forward", stage=stage, microbatch=microbatch))
-    for stage, actions in enumerate(orders):
-        forwards = reversed(actions) if in_reverse else iter(actions)
-        actions += [Action(kind="backward", stage=stage, microbatch=one.microbatch) for one in list(forwards)]
-    return tuple(tuple(actions) for actions in orders)
-
-
-def one_forward_one_backward(microbatches: int, stages: int) -> Order:
-    """Return the order 1F1B: stage s runs n - s forwards, then a backward and a forward in turn.
-
-    So stage s holds at most n - s microbatches, and the last one.
-
-    >>> text(one_forward_one_backward(3, 2))
-    ['F0.0 F0.1 B0.0 F0.2 B0.1 B0.2', 'F1.0 B1.0 F1.1 B1.1 F1.2 B1.2']
-
-    Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2,
-    with the flush of "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
-
-    Args:
-        microbatches: At least 1.
-        stages: At least 1; each has a worker.
-    """
-    _check_sizes(microbatches, stages)
-    orders: list[tuple[Action, ...]] = []
-    for stage in range(stages):
-        ahead = stages - stage
-        actions: list[Action] = []
-        for turn in range(microbatches + ahead):
-            if turn >= ahead:
-                actions.append(Action(kind="backward", stage=stage, microbatch=turn - ahead))
-            if turn < microbatches:
-                actions.append(Action(kind="forward", stage=stage, microbatch=turn))
-        orders.append(tuple(actions))
-    return tuple(orders)
 
 
 def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda stage, microbatch: True) -> Order:

@@ -164,7 +164,7 @@ class RecomputeSpans:
                 deltas[end if value in gradients else reads.get(value, at[index]) + 1] -= sizes[value]
         base = np.cumsum(deltas)[:end]
         for time, index in enumerate([*self.order, *self.late]):
-            base[time] += joint.operators[index].workspace_bytes + joint.beside.first.get(index, 0)
+            base[time] += joint.operators[index].workspace_bytes + joint.adjustments.first.get(index, 0)
         return base
 
     def _of(self, first: int, last: int, ways: Sequence[frozenset[int]]) -> list[SpanChoice]:
@@ -230,7 +230,7 @@ class RecomputeSpans:
                 deltas[time] += sizes[value]
                 deltas[again.used[value] + 1] -= sizes[value]
             made = [self.joint.operators[index] for index in sorted(indices)]
-            most = max(live for live, _ in walk(made, sizes, begin=(), keep=stays, beside_bytes=0))
+            most = max(live for live, _ in walk(made, sizes, begin=(), keep=stays, other_bytes=0))
             then = self.joint.operators[self.late[time - steps]]
             result = sum(sizes[value] for value in then.outputs) + then.workspace_bytes
             extra[time] = max(0, most - result - sum(sizes[value] for value in stays))

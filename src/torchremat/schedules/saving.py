@@ -16,11 +16,16 @@ the end further values are saved while there is room.
 Source: the cover of stretches is the persistent schedule of hal-02352969 without nesting, over the curve of the whole
 step instead of one number for each stage.
 
-Missing on purpose: values that are made more than twice, so that a chain needs about twice the root of its length.
+The local search tries each change by splitting the list, so its effect on the peak is exact, in the order of the cost
+per byte of the operator.
+
+Missing on purpose: changes of two values at once, and values that are made more than twice, so that a chain needs
+about twice the root of its length.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -30,10 +35,60 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
-from torchremat.schedules.joint import Beside, Joint, Split, is_possible, split
-from torchremat.schedules.local_search import lowered, raised
+from torchremat.schedules.joint import Adjustments, Joint, Split, is_possible, split
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
+
+_MOST_RAISED = 60
+# Values that are tried before one is chosen, and the most that are tried in all.
+_MOST_AT_ONCE = 30
+_MOST_LOWERED = 150
+
+
+def raised(joint: Joint, best: Split, limit_bytes: int) -> Split:
+    """Save more while the peak is at most `limit_bytes`: the values with the highest recompute cost per byte first."""
+    readable = {value for operator in joint.operators for value in operator.inputs}
+    again = (index for index in set(best.forward) & set(best.backward) if joint.operators[index].cost > 0)
+    for index in _by_worth(joint, again)[::-1][:_MOST_RAISED]:
+        if index not in best.backward:
+            continue
+        wanted = readable.intersection(joint.operators[index].outputs)
+        found = split(joint, {*best.saved, *wanted})
+        if found.peak_bytes <= limit_bytes and found.cost < best.cost:
+            best = found
+    return best
+
+
+def lowered(joint: Joint, high: Split, limit_bytes: int, *, below_cost: float) -> Split | None:
+    """Save less until the peak is at most `limit_bytes`: each time drop the value that lowers it most for its cost.
+
+    Returns:
+        None if the peak does not get there, or not at a cost below `below_cost`.
+    """
+    tried = 0
+    while high.peak_bytes > limit_bytes:
+        steps: list[tuple[float, Split]] = []
+        makers = {joint.maker[value] for value in high.saved if joint.size_bytes[value]}
+        for index in _by_worth(joint, makers)[:_MOST_AT_ONCE]:
+            found = split(joint, high.saved.difference(joint.operators[index].outputs))
+            tried += 1
+            if is_possible(found) and found.peak_bytes < high.peak_bytes and found.cost < below_cost:
+                less = high.peak_bytes - max(found.peak_bytes, limit_bytes)
+                steps.append((less / max(found.cost - high.cost, 1e-300), found))
+        if not steps or tried > _MOST_LOWERED:
+            return None
+        _, high = max(steps, key=lambda step: step[0])
+    return high
+
+
+def _by_worth(joint: Joint, indices: Iterable[int]) -> list[int]:
+    """Operators by cost per byte made, without the ones that must not run again."""
+    operators, sizes = joint.operators, joint.size_bytes
+    found = [index for index in indices if math.isfinite(operators[index].cost)]
+    return sorted(
+        found, key=lambda index: operators[index].cost / max(1, sum(sizes[one] for one in operators[index].outputs))
+    )
+
 
 _MOST_TRIES = 8
 _MOST_ROWS = 60
@@ -71,9 +126,9 @@ class Saver:
         found = (split(joint, saved) for saved in (*self._more, *self._prices.hull))
         self._known = [self.plain, *(one for one in found if is_possible(one))]
 
-    def told(self, beside: Beside) -> Saver:
+    def told(self, adjustments: Adjustments) -> Saver:
         """Return a saver for the same list with the bytes in addition to its values."""
-        return Saver(replace(self.joint, beside=beside), self._more, cap_s=self._cap_s, prices=self._prices)
+        return Saver(replace(self.joint, adjustments=adjustments), self._more, cap_s=self._cap_s, prices=self._prices)
 
     @cached_property
     def floor(self) -> Split:

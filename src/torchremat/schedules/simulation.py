@@ -37,18 +37,14 @@ class Span:
     end_s: float
 
 
-def equal_costs(stages: int, seconds: Mapping[Kind, float]) -> Costs:
-    """Return the costs of identical stages."""
-    return {(stage, kind): cost for stage in range(stages) for kind, cost in seconds.items()}
-
-
 def simulate(order: Order, costs: Costs, *, lookahead: bool = False) -> tuple[Span, ...]:
     """Return the spans of all actions of an order, copies included, by start time.
 
-    >>> from torchremat.schedules.pipelines import gpipe
-    >>> spans = simulate(gpipe(8, 4), equal_costs(4, {"forward": 1, "backward": 2}))
-    >>> max(span.end_s for span in spans)  # (8 + 4 - 1) * (1 + 2)
-    33.0
+    >>> from torchremat.schedules.pipelines import parse
+    >>> costs = {(stage, kind): seconds for stage in (0, 1) for kind, seconds in (("forward", 1), ("backward", 2))}
+    >>> spans = simulate(parse(["F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"]), costs)
+    >>> max(span.end_s for span in spans)  # (2 microbatches + 2 stages - 1) * (1 + 2)
+    9.0
 
     Args:
         order: The actions of each worker.

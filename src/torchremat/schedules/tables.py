@@ -76,21 +76,16 @@ class Tables:
         self._width = slots + 1
         self._alike = _alike(chain)
         self._top_regions: dict[int, TopRegions] = {}
-        self.v: list[Costs] = [np.empty((self.end(s) - s, self._width), np.float32) for s in range(n)]
+        self.v: list[Costs] = [np.empty((n - s, self._width), np.float32) for s in range(n)]
         self.w: list[Costs] = [np.empty((t + 1, self._width), np.float32) for t in range(n)]
         self.top: Costs = np.full((n + 1, self._width), INFINITE)
         self._fill_regions()
         self._fill_top()
 
-    def end(self, first: int) -> int:
-        """Return the first stage from `first` on that no region may contain, or the length of the chain."""
-        stages = self.chain.stages
-        return next((index for index in range(first, len(stages)) if not stages[index].recomputable), len(stages))
-
     def top_regions(self, s: int) -> TopRegions:
-        """Return the regions of the top level that begin at s; none if s cannot be recomputed."""
+        """Return the regions of the top level that begin at s."""
         if s not in self._top_regions:
-            sizes, end = self.sizes, self.end(s)
+            sizes, end = self.sizes, len(self.chain.stages)
             held = self.chain.stages[s].linked_bytes + np.cumsum(sizes.external[s:end])
             peaks = np.maximum.accumulate(sizes.forward_base[s:end] + sizes.drops(s, end))
             self._top_regions[s] = TopRegions(
@@ -104,14 +99,10 @@ class Tables:
         lowest_w: Slots = np.zeros((n, n), np.int64)  # the same at [t, s]
         bound: Costs = np.zeros((n + 1, n), np.float32)  # the cost of (s, t) with unlimited memory
         for s in reversed(range(n)):
-            end = self.end(s)
-            if end == s:
-                continue
             if time.perf_counter() > self._ends_s:
                 self._leave_out(s)
                 continue
             alike, known = self._alike[s]
-            known = min(known, end - s)  # no region extends beyond
             self.v[s][:known] = self.v[alike][:known]
             for length in range(known):
                 t = s + length
@@ -119,12 +110,12 @@ class Tables:
                 lowest_v[s, t], lowest_w[t, s] = lowest_v[alike, alike + length], lowest_w[alike + length, alike]
             own, paid = sizes.terms(s, again=True), sizes.terms(s, linked=True, again=True)
             bound[s, s] = min(term.stopped_cost for term in own)
-            bound[s, s + 1 : end] = bound[s + 1, s + 1 : end] + min(term.cost for term in own)
+            bound[s, s + 1 :] = bound[s + 1, s + 1 :] + min(term.cost for term in own)
             first = s + known
-            v_rows, w_rows = self._kept_rows(own, s, first, end), self._kept_rows(paid, s, first, end)
+            v_rows, w_rows = self._kept_rows(own, s, first), self._kept_rows(paid, s, first)
             linked = sizes.up(stages[s].linked_bytes)
-            forwards, drops = sizes.forwards(s, end), np.maximum.accumulate(sizes.drops(s, end))
-            for t in range(first, end):
+            forwards, drops = sizes.forwards(s, n), np.maximum.accumulate(sizes.drops(s, n))
+            for t in range(first, n):
                 v, w = v_rows[t - first], w_rows[t - first]
                 if t > s:
                     needs = sizes.up_all(drops[: t - s] + sizes.backward_base[t])
@@ -140,12 +131,12 @@ class Tables:
         """Leave out regions, and ends of regions, that begin at s."""
         self.are_whole = False
         self.v[s].fill(INFINITE)
-        for t in range(s, self.end(s)):
+        for t in range(s, len(self.chain.stages)):
             self.w[t][s] = INFINITE
 
-    def _kept_rows(self, terms: list[Term], s: int, first: int, end: int) -> Costs:
-        """Return the least costs if s is kept: one row for each t in first..end-1."""
-        sizes = self.sizes
+    def _kept_rows(self, terms: list[Term], s: int, first: int) -> Costs:
+        """Return the least costs if s is kept: one row for each t from `first` on."""
+        sizes, end = self.sizes, len(self.chain.stages)
         rows: Costs = np.full((end - first, self._width), INFINITE)
         if first == end:
             return rows

@@ -77,7 +77,7 @@ class Choices:
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The bytes that each tree of each stage adds at each load, and the bytes beside them; in parts, rounded up."""
+        """The bytes that each tree of each stage adds at each load, and the other bytes; in parts, rounded up."""
         rows = np.array(
             [
                 [load.bytes_of(stage, one) for stage, found in self._shares.items() for one in found]
@@ -85,7 +85,7 @@ class Choices:
             ],
             dtype=np.float64,
         )
-        fixed = np.array([load.beside_bytes for load in self._loads], dtype=np.float64)
+        fixed = np.array([load.other_bytes for load in self._loads], dtype=np.float64)
         above = [place for place in range(len(rows)) if not _is_below_another(rows, fixed, place)]
         return np.ceil(rows[above] / self._part_bytes), np.ceil(fixed[above] / self._part_bytes)
 
@@ -126,7 +126,7 @@ class Choices:
         shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}
 
         def bytes_at(load: DeviceLoad) -> int:
-            return load.beside_bytes + sum(load.bytes_of(stage, share) for stage, share in shares.items())
+            return load.other_bytes + sum(load.bytes_of(stage, share) for stage, share in shares.items())
 
         highest = max(self._loads, key=bytes_at)
         return Chosen(shares=shares, peak_bytes=bytes_at(highest), highest=highest)

@@ -69,20 +69,20 @@ class Clocks:
         for clock in clocks:
             for stage in self._here(clock):
                 yield DeviceLoad(
-                    stage, "forward", self._held(ran), beside_bytes=self._waiting(self.passed, ran, clock, stage)
+                    stage, "forward", self._held(ran), other_bytes=self._waiting(self.passed, ran, clock, stage)
                 )
             ran.update(clock)
         if last in self.sums:
-            yield DeviceLoad(None, "loss", self._held(ran), beside_bytes=self.loss.peak_bytes)
+            yield DeviceLoad(None, "loss", self._held(ran), other_bytes=self.loss.peak_bytes)
         back = [Passed(one.target, one.source, one.size_bytes) for one in self.passed if one.target <= last]
         done = Counter[int]()
         for clock in reversed(clocks):
             for stage in self._here(clock):
-                beside = self._waiting(back, done, clock, stage) + self._added(done, clock, stage)
+                others = self._waiting(back, done, clock, stage) + self._added(done, clock, stage)
                 if last in self.sums:
-                    beside += self.loss.held_bytes[done[last]]
+                    others += self.loss.held_bytes[done[last]]
                 yield DeviceLoad(
-                    stage, self._phase(done[stage]), self._held(ran - done - Counter([stage])), beside_bytes=beside
+                    stage, self._phase(done[stage]), self._held(ran - done - Counter([stage])), other_bytes=others
                 )
             done.update(clock)
 

@@ -33,19 +33,19 @@ class DeviceLoad:
             forward and backward.
         held: How many microbatches each stage holds before their backward, without the one that runs.
         between: How many each stage holds between the two parts of their backward.
-        beside_bytes: Other bytes: of the loss, or between stages.
+        other_bytes: Other bytes: of the loss, or between stages.
     """
 
     running: int | None
     phase: Phase
     held: tuple[tuple[int, int], ...]
     between: tuple[tuple[int, int], ...] = ()
-    beside_bytes: int = 0
+    other_bytes: int = 0
 
     def bytes_of(self, stage: int, share: Share) -> int:
         """The bytes that a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
-        held += dict(self.between).get(stage, 0) * share.between_bytes
+        held += dict(self.between).get(stage, 0) * share.parts.between_bytes
         if stage != self.running:
             return held
         match self.phase:
@@ -62,9 +62,9 @@ class DeviceLoad:
             case "last":
                 return held + share.sums.last_bytes
             case "input":
-                return held + share.input_bytes
+                return held + share.parts.input_bytes
             case "weight":
-                return held + share.weight_bytes
+                return held + share.parts.weight_bytes
             case "loss":
                 return held
 
@@ -88,7 +88,7 @@ def _loads(
     held, between, left = Counter[int](), Counter[int](), 0
 
     def load(stage: int, phase: Phase, own_bytes: int = 0) -> DeviceLoad:
-        return DeviceLoad(stage, phase, counted(held), counted(between), beside_bytes=left + own_bytes)
+        return DeviceLoad(stage, phase, counted(held), counted(between), other_bytes=left + own_bytes)
 
     for action in actions:
         stage = action.stage

@@ -1,4 +1,4 @@
-"""The bytes that a step needs after the outputs of a pipe: its loss, run by itself.
+"""The bytes that a step needs in addition to its stages: its loss and its optimizer.
 
 The outputs of the microbatches are created, combined as a pipe combines them, and passed to the step. In backward each
 output notes the arrival of its gradient; at that point the last stage would run its backward.
@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.step import loss_of, run_backward
+from torchremat.measuring.before import bytes_before
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import check_kinds, check_steps_on, loss_of, run_backward
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.dependency import replaced
 from torchremat.pipeline.microbatch import Microbatch, gather
+from torchremat.planning.devices.machines import Here
+from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.stages.samples import Taken
 
 
@@ -126,3 +130,29 @@ class _StandIn(nn.Module):
             torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
             for shape, stride, dtype, device in self.forms
         ]
+
+
+def optimizer_bytes(
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
+) -> OptimizerBytes:
+    """Return the bytes of an optimizer on a device; existing state counts like future state.
+
+    Args:
+        modules: The stages of this process.
+        optimizer: Steps on their parameters, on this device and on others.
+        device: Whose bytes count.
+
+    Raises:
+        StepError: It is not an optimizer, or has none of their parameters.
+        UnsupportedError: It cannot step by itself.
+    """
+
+    def step() -> None:
+        """Run nothing but the optimizer."""
+
+    check_kinds(step, None, optimizer, needs_model=False)
+    check_steps_on(optimizer, [parameter for module in modules for parameter in module.parameters()])
+    subject = Subject(step=step, model=None, models=tuple(modules), inputs=(), optimizer=optimizer)
+    there = bytes_before(models=(), leaves=(), optimizers=subject.optimizers, inputs=(), device=device).optimizer_bytes
+    own = measure_optimizer(subject, optimizer, Here(device))
+    return OptimizerBytes(name=own.name, state_bytes=there + own.state_bytes, peak_bytes=there + own.peak_bytes)

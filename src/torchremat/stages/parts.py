@@ -26,10 +26,10 @@ from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
+from torchremat.planning.simulator.prediction import Candidate
 from torchremat.regions.footprints import footprint_bytes, waiting_storages
 from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings
@@ -59,7 +59,7 @@ class Parts:
         self._mixtures: dict[int, tuple[Profile, Profile]] = {}
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
-    def predict(self, candidate: Candidate, *, ahead: bool = False) -> PartsPrediction:
+    def predict(self, candidate: Candidate, ahead: bool = False) -> PartsPrediction:
         """Return the bytes of both parts under a tree.
 
         Args:
@@ -76,7 +76,9 @@ class Parts:
         if ahead:
             highest = max(highest, input_part(own, simulator(), kept_bytes=kept_bytes, ahead=True)[0])
         return PartsPrediction(
-            input_bytes=highest, between_bytes=between, weight_bytes=between + self._weight_rise_bytes
+            input_bytes=max(0, highest),
+            between_bytes=max(0, between),
+            weight_bytes=max(0, between + self._weight_rise_bytes),
         )
 
     def _of(self, profile: Profile) -> Profile:

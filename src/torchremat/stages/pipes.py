@@ -20,9 +20,9 @@ from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.pipe import Pipe
 from torchremat.pipeline.skip import SkipLayout, inspect_skip_layout, use_skip_tracker
-from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.layouts import Key
 from torchremat.pipeline.skip.trackers import CellTracker, current_skip_tracker
-from torchremat.regions.abandoning import abandon
+from torchremat.regions.footprints import abandon
 from torchremat.stages.clocks import Clocks, Passed
 from torchremat.stages.losses import loss_bytes
 from torchremat.stages.samples import Sample, Site, Taken, bytes_of, received, taken

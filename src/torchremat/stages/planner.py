@@ -28,7 +28,7 @@ from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
-from torchremat.stages.optimizers import optimizer_bytes
+from torchremat.stages.losses import optimizer_bytes
 from torchremat.stages.parts import Parts
 from torchremat.stages.pipes import sites_of_pipe
 from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in

@@ -40,7 +40,7 @@ from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.regions.doors import unwrap, wrap
 from torchremat.schedules.pipelines import Action
 from torchremat.stages.loads import loads_of, most_held
 from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken

@@ -31,11 +31,10 @@ from torchremat.planning.profiles.profiling import ProfilePair, watch
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watching import every_unit
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.searches.microbatches import SumsPrediction
 from torchremat.planning.searches.options import options_like
-from torchremat.planning.simulator.prediction import predict
+from torchremat.planning.simulator.prediction import Candidate, predict
 from torchremat.regions.selective.kept import memory_of
 
 

@@ -9,21 +9,18 @@ NOTE [ The world of a call ]
 
 In reading order:
 
-watching.py   objects that only observe
-containers.py built-in containers: copied, compared, refilled
-dicts.py      the contents of many dicts, in one piece
-holders.py    the contents of every other mutable object
-code.py       the names that a piece of code reads, and whose code is followed
-world.py      everything reachable from a function and its arguments
-following/    the references of each kind of object
-reach.py      all of these, from some roots
-sharding.py   parameters that FSDP2 has sharded
-optimizers.py optimizers that write parameters without a new version
-backups.py    tensors that are copied before a forward, since it may write to them
-reading.py    detecting a read of a tensor that was written
-leaves.py     the version, the flag and the hooks of tensors
-guarded.py    objects that users name, and objects that manage their own state
-snapshot.py   the world as one forward saw it
-exchange.py   swapping a snapshot in for the current world
-naming.py     names for reached objects, as a reader of the code knows them
+watching.py    objects that only observe
+containers.py  built-in containers, and the contents of many dicts in one piece: copied, compared, refilled
+holders.py     the contents of every other mutable object
+code.py        the names that a piece of code reads, and whose code is followed
+world.py       everything reachable from a function and its arguments
+following/     the references of each kind of object
+reach.py       all of these, from some roots
+backups.py     tensors that are copied before a forward, since it may write to them
+reading.py     detecting a read of a tensor that was written
+leaves.py      the version, the flag and the hooks of tensors; sharded parameters, and writes of optimizers
+guarded.py     objects that users name, and objects that manage their own state
+snapshot.py    the world as one forward saw it
+exchange.py    swapping a snapshot in for the current world
+naming.py      names for reached objects, as a reader of the code knows them
 """

@@ -132,7 +132,7 @@ class ClassCode(NamedTuple):
     Attributes:
         methods: Functions by name, including those of properties, class methods and static methods.
         always: The names of the methods that run without being named.
-        data: The classes that have attributes of their own, with the names of these attributes, methods included.
+        data: The classes that have their own attributes, with the names of these attributes, methods included.
     """
 
     methods: dict[str, list[ReferenceType[types.FunctionType]]]

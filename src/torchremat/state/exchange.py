@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchremat.ambient.locks import EXCHANGING
-from torchremat.state.containers import other, with_others
-from torchremat.state.dicts import Dicts
+from torchremat.ambient.global_state import EXCHANGING
+from torchremat.state.containers import Dicts, other, with_others
 from torchremat.state.holders import Holder
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
 from torchremat.state.reading import WrittenTensors
@@ -70,7 +69,7 @@ class Exchange:
                 raise
 
     def _is_today(self) -> bool:
-        """Read the current world; return whether nothing has to be swapped, and no thread is about to change it."""
+        """Read the current world; return whether nothing needs to be swapped, and no thread is about to change it."""
         snapshot = self._snapshot
         self._flags = now = [*map(flags_of, snapshot.watched)]
         self._hooks = copied_hooks(snapshot.watched) if now else None

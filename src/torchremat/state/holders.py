@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -251,15 +251,48 @@ class Slots(Holder):
                 object.__delattr__(self._item, name)
 
 
+class _ForeignKind(NamedTuple):
+    """How the state of a kind of foreign object is read, written and compared."""
+
+    read: Callable[[Any], object]
+    write: Callable[[Any, Any], None]
+    is_same: Callable[[Any, Any], bool]
+
+
+# By base class. Random numbers of NumPy are written without a comparison, which costs as much.
+_FOREIGN: dict[type, _ForeignKind] = {
+    random.Random: _ForeignKind(
+        read=lambda item: item.getstate(),
+        write=lambda item, state: item.setstate(state),
+        is_same=lambda item, state: item.getstate() == state,
+    ),
+    np.ndarray: _ForeignKind(
+        read=lambda item: item.copy(),
+        write=lambda item, state: item.__setitem__(..., state),
+        is_same=lambda item, state: np.array_equal(item, state, equal_nan=item.dtype.kind in "fc"),
+    ),
+    np.random.RandomState: _ForeignKind(
+        read=lambda item: item.get_state(),
+        write=lambda item, state: item.set_state(state),
+        is_same=lambda item, state: False,
+    ),
+    np.random.Generator: _ForeignKind(
+        read=lambda item: deepcopy(item.bit_generator.state),
+        write=lambda item, state: setattr(item.bit_generator, "state", state),
+        is_same=lambda item, state: False,
+    ),
+}
+FOREIGN = tuple(_FOREIGN)
+
+
 class Foreign(Holder):
     """An object whose state lives outside of Python: an array, or random numbers of Python or NumPy."""
 
-    __slots__ = ("_item",)
+    __slots__ = ("_item", "_kind")
 
-    def __init__(
-        self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState
-    ) -> None:
+    def __init__(self, item: object) -> None:
         self._item = item
+        self._kind = next(kind for base, kind in _FOREIGN.items() if isinstance(item, base))
 
     @property
     def item(self) -> object:
@@ -271,34 +304,16 @@ class Foreign(Holder):
         """Return the holder for an object, None if the object has no state or does not expose it."""
         if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
             return None
-        return cls(cast("Any", item))
+        return cls(item)
 
     def read(self) -> object:
         """Return its current contents."""
-        item = self._item
-        if isinstance(item, random.Random):
-            return item.getstate()
-        if isinstance(item, np.ndarray):
-            return item.copy()
-        return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
+        return self._kind.read(self._item)
 
     def is_same(self, before: Any) -> bool:
-        """Return whether its state is unchanged; False for random numbers but Python's, which are as cheap to write."""
-        if isinstance(self._item, np.ndarray):
-            return bool(np.array_equal(self._item, before, equal_nan=self._item.dtype.kind in "fc"))
-        return isinstance(self._item, random.Random) and self._item.getstate() == before
+        """Return whether its state is known to be unchanged."""
+        return self._kind.is_same(self._item, before)
 
     def write(self, contents: Any) -> None:
         """Set its contents to what `read` returned."""
-        item = self._item
-        if isinstance(item, random.Random):
-            item.setstate(contents)
-        elif isinstance(item, np.ndarray):
-            item[...] = contents
-        elif isinstance(item, np.random.RandomState):
-            item.set_state(contents)
-        else:
-            item.bit_generator.state = contents
-
-
-FOREIGN = (random.Random, np.ndarray, np.random.Generator, np.random.RandomState)
+        self._kind.write(self._item, contents)

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
-from torchremat.state.containers import Dict, other, with_others
-from torchremat.state.dicts import Dicts
+from torchremat.state.containers import Dict, Dicts, other, with_others
 from torchremat.state.guarded import Guarded, looks_after_itself
-from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
-from torchremat.state.optimizers import listen_to_optimizers
+from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
-from torchremat.state.sharding import WatchedShard
 from torchremat.state.world import World
 
 # NOTE [ A snapshot holds no graph ]

@@ -13,7 +13,7 @@ from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.errors import UnsupportedError
 from torchremat.state.containers import Dict
 from torchremat.state.holders import Bindings, Holder
-from torchremat.state.sharding import WatchedShard
+from torchremat.state.leaves import WatchedShard
 
 _MOST_ITEMS = 100_000
 # Types whose objects have no state and hold nothing; types of libraries join them as they are met.

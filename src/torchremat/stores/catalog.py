@@ -25,13 +25,11 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.stores.held import InCatalog
-from torchremat.stores.kept import Kept
-from torchremat.stores.parameters import is_in_running_module, is_leaf_of_model
+from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model
+from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
-from torchremat.stores.schedule import Schedule
 from torchremat.stores.shared import Shared, Totals
-from torchremat.stores.stored import Stored, as_in_memory
+from torchremat.stores.stored import Schedule, Stored, as_in_memory
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
@@ -132,7 +130,7 @@ class Catalog:
         See NOTE [ Writes that are seen coming ].
 
         Raises:
-            StoreError: A copy has to be put, but the store is strict and has no room.
+            StoreError: A copy must be put, but the store is strict and has no room.
         """
         memory = StorageWeakRef(storage)
         with self._lock:
@@ -145,7 +143,7 @@ class Catalog:
 
         Args:
             tensor: The tensor that autograd saves.
-            mask: The bits of a mask, in memory of its own.
+            mask: The bits of a mask, in new memory.
         """
         handle = self.store.put(mask)
         if handle is not None:

@@ -7,13 +7,10 @@ from typing import cast
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
+from torchremat.stores.base import Content, Remade, StoreStatistics, content_of, settle, statistics_of
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
-from torchremat.stores.contents import Content, content_of
 from torchremat.stores.keep import Keep
-from torchremat.stores.pickling import Remade
-from torchremat.stores.release import settle
-from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
 
 _LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
@@ -52,8 +49,7 @@ class Compressed(Remade):
     @property
     def statistics(self) -> StoreStatistics | None:
         """The counts of the inner store, in encoded bytes; None if it has no counts."""
-        found = getattr(self.store, "statistics", None)
-        return found if isinstance(found, StoreStatistics) else None
+        return statistics_of(self.store)
 
     @property
     def strict(self) -> bool:

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError, warn
-from torchremat.stores.contents import Content, content_of
+from torchremat.stores.base import (
+    Content,
+    Ledger,
+    Remade,
+    StoreStatistics,
+    bytes_of,
+    content_of,
+    filled,
+    goes_on_reading,
+    limit_of,
+)
 from torchremat.stores.disk_file import DiskFile
 from torchremat.stores.disk_writer import DiskWriter, Entry, State
 from torchremat.stores.extents import Extent
-from torchremat.stores.pickling import Remade
-from torchremat.stores.release import goes_on_reading
-from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.versioned import Versioned
 

@@ -1,13 +1,13 @@
 """Tensors that are written to a file and read back, by threads whose progress is never taken for granted.
 
-NOTE [ Nobody waits for a thread that is gone ]
+NOTE [ Threads that are gone ]
 A thread may die in the middle of any line, and a disk may stop answering. So each tensor records the thread that moves
 it; a waiter polls whether that thread is alive, and if not has the work done again. Repeating is safe: a write writes
 the same bytes to the same place, a read goes to fresh memory. If no thread is left, the waiter does the work itself. If
 nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written
 yet is still in memory, so reading it takes no disk.
 
-The life of a tensor is a table in `entries.py`.
+The life of a tensor is a table in `disk_entries.py`.
 
 A slot of the file needs no generation number: it is given back once its handle is gone, so no
 reader of the old tensor is left that could see the next one's bytes; and if the disk returns the old content, the
@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
+from torchremat.stores.base import Ledger, goes_on_reading
+from torchremat.stores.disk_entries import Entry, Patience, ReadAhead, State, WriteOutcome
 from torchremat.stores.disk_file import DiskFile, bytes_of
-from torchremat.stores.entries import Entry, ReadAhead, State, WriteOutcome
 from torchremat.stores.extents import Extent
-from torchremat.stores.patience import Patience
-from torchremat.stores.release import goes_on_reading
-from torchremat.stores.statistics import Ledger
 from torchremat.tensors.versioned import Versioned
 
 # How often a waiter polls whether the threads are alive, in seconds.
@@ -220,7 +218,7 @@ class DiskWriter:
         return next((entry for entry in self._pending if entry.state is State.WAITING), None)
 
     def _revive(self) -> None:
-        """Requeue tensors whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
+        """Requeue tensors whose thread is gone. See NOTE [ Threads that are gone ]."""
         for entry in list(self._pending):
             if entry.mover is not None and not entry.mover.is_alive():
                 self._undo(entry)

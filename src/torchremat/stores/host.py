@@ -8,10 +8,8 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import MutationError, StoreError
-from torchremat.stores.contents import Content, content_of
-from torchremat.stores.pickling import Remade
+from torchremat.stores.base import Content, Ledger, Remade, StoreStatistics, bytes_of, content_of, filled, limit_of
 from torchremat.stores.pinned import Pool
-from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.stores.transfers import TransferHandle, Transfers
 from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.versioned import Versioned
@@ -20,7 +18,7 @@ from torchremat.tensors.versioned import Versioned
 class Host(Remade):
     """A store in host memory.
 
-    Tensors of CUDA devices go to pinned memory and come back on streams of their own, overlapping the device's
+    Tensors of CUDA devices go to pinned memory and come back on their own streams, overlapping the device's
     computation; where no more memory can be pinned, they are copied while `put` runs. A tensor that is already in host
     memory is copied as well, so that it may be written in place afterwards: `get` returns what was put.
 

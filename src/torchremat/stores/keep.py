@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.stores.pickling import Remade
-from torchremat.stores.statistics import Ledger, StoreStatistics
+from torchremat.stores.base import Ledger, Remade, StoreStatistics
 from torchremat.tensors.copies import apart
 from torchremat.tensors.versioned import Versioned
 

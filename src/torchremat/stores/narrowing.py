@@ -32,10 +32,10 @@ from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.global_state import only_watches
 from torchremat.errors import MutationError, StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
-from torchremat.stores.codecs.bits import pack_bits
+from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
+from torchremat.stores.foreign import is_leaf_of_model
 from torchremat.stores.held import InCatalog
-from torchremat.stores.parameters import is_leaf_of_model
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
-from torchremat.stores.release import land
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Store

@@ -9,9 +9,9 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import record_stream
 from torchremat.errors import StoreError
+from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace
-from torchremat.stores.kept import Kept
-from torchremat.stores.weak import WeakBytes
+from torchremat.stores.held import Kept
 from torchremat.tensors.handles import Handle
 
 # CPU kernels distinguish addresses by the width of a vector, device kernels by that of a memory transaction.

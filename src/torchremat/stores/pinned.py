@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchremat.stores.contents import Content
+from torchremat.stores.base import Content
 from torchremat.stores.extents import Extent, Extents
 
 # Smaller chunks cost more calls, larger ones leave more pinned memory unused.

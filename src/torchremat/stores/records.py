@@ -27,11 +27,11 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import MutationError
+from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace, missing
-from torchremat.stores.kept import Kept
+from torchremat.stores.held import Kept
 from torchremat.stores.pieces import WORST_ITEMSIZE, ByteSpan, Piece, covers, cut
 from torchremat.stores.shared import Shared
-from torchremat.stores.weak import WeakBytes
 from torchremat.tensors.handles import Handle, Protecting
 from torchremat.tensors.versioned import Versioned
 
@@ -67,7 +67,7 @@ class Record:
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
         shared: The state that the records of a catalog share.
-        by_storage: Gets the record for each storage whose writes it has to be told of.
+        by_storage: Gets the record for each storage whose writes it must be told of.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
 
@@ -155,7 +155,7 @@ class Record:
             piece.handle.before_write()
             return
         if piece.given is not None and piece.given() is not storage:
-            return  # the store has a copy that no other code knows, or an encoding of its own
+            return  # the store has a copy that no other code knows, or its own encoding
         try:
             copy = piece.handle.get().clone()
         except MutationError:

@@ -16,7 +16,6 @@ distinguish three cases (`abs`, whose derivative at zero is zero).
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat._compat.binding import RELEASE
-from torchremat.stores.codecs.bits import spread_bits
+from torchremat._compat.operators import above_bound, below_bound
+from torchremat.stores.codecs.lossless import spread_bits
 
 _aten = torch.ops.aten
 
@@ -108,7 +107,7 @@ def _ones(tensor: Tensor) -> Tensor:
     return tensor.new_ones(()).expand_as(tensor)
 
 
-# Where a backward formula has a kernel of its own, that kernel is asked which elements pass a gradient of one: so the
+# Where a backward formula has its own kernel, that kernel is asked which elements pass a gradient of one: so the
 # code need not know how it compares (bfloat16 with 0.1, NaNs with anything).
 
 
@@ -158,21 +157,19 @@ def _clamp(node: Any, tensor: Tensor) -> TwoCases | None:
     if least is None or most is None:
         return _clamp_min(node, tensor) if most is None else _clamp_max(node, tensor)
     middle = _middle(least, most, tensor.dtype)
-    return None if middle is None else TwoCases(_above(tensor, least).logical_and_(_below(tensor, most)), middle, nan)
+    if middle is None:
+        return None
+    return TwoCases(above_bound(tensor, least).logical_and_(below_bound(tensor, most)), middle, nan)
 
 
 def _clamp_min(node: Any, tensor: Tensor) -> TwoCases | None:
     least = node._saved_min
-    return None if math.isnan(least) else TwoCases(_above(tensor, least), inf, nan)
+    return None if math.isnan(least) else TwoCases(above_bound(tensor, least), inf, nan)
 
 
 def _clamp_max(node: Any, tensor: Tensor) -> TwoCases | None:
     most = node._saved_max
-    return None if math.isnan(most) else TwoCases(_below(tensor, most), -inf, nan)
-
-
-# Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.
-_above, _below = (operator.ge, operator.le) if RELEASE < (2, 14) else (operator.gt, operator.lt)
+    return None if math.isnan(most) else TwoCases(below_bound(tensor, most), -inf, nan)
 
 
 def _has_unsure_nans(tensor: Tensor) -> bool:

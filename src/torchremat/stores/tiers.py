@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.stores.contents import content_of
-from torchremat.stores.pickling import Remade
-from torchremat.stores.release import land
-from torchremat.stores.statistics import StoreStatistics, filled
+from torchremat.stores.base import Remade, StoreStatistics, content_of, filled, land, statistics_of
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle, Store
@@ -55,7 +52,7 @@ class Tiers(Remade):
         `refused` counts the tensors for which no store had room. The stores need not peak at the same time, so the sum
         of their peaks is an upper bound. A store without statistics counts as zero.
         """
-        all_of = [one for store in self.stores if (one := _statistics_of(store)) is not None]
+        all_of = [one for store in self.stores if (one := statistics_of(store)) is not None]
         limits = [one.limit_bytes for one in all_of]
         unlimited = len(limits) < len(self.stores) or None in limits
         return StoreStatistics(
@@ -93,11 +90,6 @@ class Tiers(Remade):
         return f"Tiers({', '.join(map(repr, self.stores))})"
 
 
-def _statistics_of(store: Store) -> StoreStatistics | None:
-    found = getattr(store, "statistics", None)
-    return found if isinstance(found, StoreStatistics) else None
-
-
 def _filled(store: Store) -> str:
-    statistics = _statistics_of(store)
+    statistics = statistics_of(store)
     return f"{store!r}" if statistics is None else f"{store!r} {filled(statistics)}"

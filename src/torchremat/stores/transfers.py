@@ -36,9 +36,8 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.stores.contents import Content
+from torchremat.stores.base import Content, Ledger
 from torchremat.stores.pinned import PinnedBlock, Pool
-from torchremat.stores.statistics import Ledger
 from torchremat.tensors.versioned import Versioned
 
 # Upper bound on the device bytes held for copies that have not ended: at most this many, and at most this share of the
@@ -53,7 +52,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Return a stream of its own."""
+    """Return a new stream."""
     return cast("torch.Stream", accelerator_of(device).new_stream(device))
 
 
@@ -74,14 +73,13 @@ class CopyAhead(NamedTuple):
 class Flight:
     """One copy out."""
 
-    __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source")
+    __slots__ = ("changed", "copied", "is_awaited", "size_bytes", "source")
 
     def __init__(self, source: Tensor, copied: torch.Event) -> None:
         # A view of the tensor, or a copy that no other code writes to.
         self.source: Versioned | None = Versioned(source)
         self.copied = copied
         self.size_bytes = source.nbytes
-        self.landed = False
         self.is_awaited = False  # whether the stream that writes waits for the copy
         self.changed: str | None = None
 
@@ -182,7 +180,6 @@ class Transfers:
         if source is not None and source.is_written and not flight.is_awaited:
             flight.changed = str(source.written())
         flight.source = None
-        flight.landed = True
         self._flying_bytes -= flight.size_bytes
 
     def _most_flying(self) -> int:

@@ -37,11 +37,11 @@ def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Ten
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in memory of its own, with its strides and repeated elements, without its graph."""
+    """Return a copy of a tensor in new memory, with its strides and repeated elements, without its graph."""
     with torch.no_grad():
         if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.numel() == 0:
             return tensor.detach().clone()
-        # Copy the bytes in between too: then no element has to be told from another.
+        # Copy the bytes in between too: then no element needs to be told from another.
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = tensor.detach().as_strided((last + 1,), (1,)).clone()
         return span.as_strided(tensor.shape, tensor.stride())

@@ -113,7 +113,7 @@ def _of_parts(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
 
 
 def _has_memory(kind: type[Tensor]) -> bool:
-    """Return whether a class of tensors has its elements in memory of its own, whatever its name."""
+    """Return whether tensors of a class hold their elements in their own memory, whatever its name."""
     return getattr(kind, "__torch_dispatch__", None) is getattr(Tensor, "__torch_dispatch__", None)
 
 

@@ -21,6 +21,20 @@ method is asked for the tensor instead, and a copy of the result is put into its
 store, and costs as much as `get` and `put`.
 The caller of `get` may write to the result. A store that keeps the tensor itself, and so gives it to several callers,
 is told of these writes as well.
+
+NOTE [ What a store may have as well ]
+`put` is all that a store needs, and a handle `get`, `prefetch` and `stored_bytes`. Other members are used where they
+exist:
+
+    store    `statistics`        its counts, a `StoreStatistics`: `Tiers` adds them up, messages and plans read them
+             `strict`            whether `put` raises for want of room: `Tiers` refuses such a store
+             `land(all_of_it=)`  waits until memory that it still reads after `put` is free: `stores.base.Landing`
+             `lossy`             a codec that changes values, or None: plans refuse it without `allow_lossy`
+             `store`, `stores`   the stores that it is made of, which are asked for `lossy` too
+    handle   `before_write`      see NOTE [ Who may write to what was put ]
+             `settle`            waits until the store reads the tensor no longer
+
+A store that reads a tensor after `put` has returned calls `stores.base.goes_on_reading` for it.
 """
 
 from __future__ import annotations
@@ -60,7 +74,7 @@ class Protecting(Protocol):
     """A handle that is told of writes. See NOTE [ Who may write to what was put ]."""
 
     def before_write(self) -> None:
-        """Move the stored value to memory of its own before returning, since the tensor is about to be written.
+        """Move the stored value to new memory before returning, since the tensor is about to be written.
 
         May be called many times, and from another thread than `put`. If the tensor was already written, unannounced,
         this does nothing, and `get` still raises.

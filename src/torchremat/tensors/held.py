@@ -89,7 +89,7 @@ class HeldTensor:
         return self._kept
 
     def unpack(self) -> Tensor:
-        """Return the tensor for a recompute, a leaf of its own, or the same parameter; grad mode is on.
+        """Return the tensor for a recompute, a new leaf, or the same parameter; grad mode is on.
 
         Raises:
             ChangedError: The tensor was written in place since.
@@ -113,7 +113,7 @@ class HeldTensor:
             return original
         alias = self.detached(tensor, self.requires_grad)
         if self._attributes:
-            # The parts of a wrapper are attributes as well, and an alias has parts of its own.
+            # The parts of a wrapper are attributes as well, and an alias has its own parts.
             own = cast("dict[str, object]", alias.__dict__)
             for name in self._attributes.keys() - own.keys():
                 own[name] = self._attributes[name]

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor, UntypedStorage, nn
 
-from torchremat._compat.subclasses import is_wrapper_subclass
+from torchremat._compat.tensors import is_wrapper_subclass
 from torchremat.errors import UnsupportedError
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -46,7 +46,7 @@ class _Node:
 
 
 def split(value: object, tensors: list[Tensor], objects: list[object]) -> object:
-    """Return `value` with a `Leaf` in the place of each tensor.
+    """Return `value` with a `Leaf` in place of each tensor.
 
     Args:
         value: Any nesting of tuples, lists, dicts, registered containers, dataclasses, tensors and other objects.

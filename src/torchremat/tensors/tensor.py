@@ -95,7 +95,7 @@ class SavedTensor:
         self._is_leaf = tensor.is_leaf
         if is_inplace_on_view and (self._is_leaf or not is_output):
             raise UnsupportedError(
-                "is_inplace_on_view=True: the tensor has to be the output of an in-place operation on a view, with "
+                "is_inplace_on_view=True: the tensor must be the output of an in-place operation on a view, with "
                 f"is_output=True and a grad_fn. Here is_output={is_output}, grad_fn={tensor.grad_fn}."
             )
         self._is_own = is_output and not self._is_leaf  # a leaf has no node to make a cycle with
@@ -154,7 +154,7 @@ class SavedTensor:
         """
         for hook in (pack, unpack):
             if not callable(hook):
-                raise TypeError(f"register_hooks: a hook has to be callable, got {type(hook).__name__}.")
+                raise TypeError(f"register_hooks: a hook must be callable, got {type(hook).__name__}.")
         if self._is_none:
             raise RuntimeError(_HOOKS_ON_NONE)
         raw = self._raw

@@ -20,16 +20,16 @@ _ROW_PIXELS, _CURVE_PIXELS, _MARGIN_PIXELS = 26, 360, 120
 MOST_POINTS = 24_000
 
 
-def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str = "") -> Chart:
-    """Return the curve of a step with its slices below, and the lines of other steps beside it.
+def step_chart(step: Step, *, others: Sequence[Step] = (), title: str, note: str = "") -> Chart:
+    """Return the curve of a step with its slices below, and the lines of other steps.
 
     Args:
         step: The step.
-        beside: Other steps, on the same axes.
+        others: Other steps, on the same axes.
         title: Of the chart.
         note: Of the chart.
     """
-    steps = (step, *beside)
+    steps = (step, *others)
     highest = max([one.live_bytes for each in steps for one in each.points] + [step.budget_bytes or 0, 1])
     unit, size = unit_of(highest)
     time_unit, scale = ("s", 1.0) if max(each.ends_s for each in steps) >= 2 else ("ms", 1e3)
@@ -39,8 +39,8 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
     data = [
         *_before(step, scale, size),
         *(_area(step, points, phase, scale, size) for phase in _PHASES if any(one.phase == phase for one in points)),
-        *(_line(one, thinned(one.points), scale, size, is_beside=True) for one in beside),
-        _line(step, points, scale, size, is_beside=False),
+        *(_line(one, thinned(one.points), scale, size, is_other=True) for one in others),
+        _line(step, points, scale, size, is_other=False),
         *_budget(step, max(each.ends_s for each in steps), scale, size),
         *_peak(step, scale, size),
     ]
@@ -152,9 +152,9 @@ def _points(step: Step, points: Sequence[CurvePoint], scale: float, size: int) -
     return [x for x, _ in corners], [y for _, y in corners]
 
 
-def _line(step: Step, points: Sequence[CurvePoint], scale: float, size: int, *, is_beside: bool) -> Figure:
+def _line(step: Step, points: Sequence[CurvePoint], scale: float, size: int, *, is_other: bool) -> Figure:
     line: Figure = {"shape": "hv" if step.jumps else "linear", "width": 1.5, "color": "@ink"}
-    if is_beside:
+    if is_other:
         line |= {"color": "@plain", "dash": "dot"}
     return {
         "type": "scatter",
@@ -163,7 +163,7 @@ def _line(step: Step, points: Sequence[CurvePoint], scale: float, size: int, *, 
         "x": [one.seconds * scale for one in points],
         "y": [one.live_bytes / size for one in points],
         "line": line,
-        "customdata": [[_hover(one, step.name if is_beside else ""), one.key] for one in points],
+        "customdata": [[_hover(one, step.name if is_other else ""), one.key] for one in points],
         "hovertemplate": "%{customdata[0]}<extra></extra>",
     }
 

@@ -17,7 +17,7 @@ from logs import Log
 from regions.comparing import leaf, same
 from torchremat import MutationError, UnsupportedError
 from torchremat.interop import torch_checkpoint as ours
-from torchremat.interop.torch_checkpoint.hooks import Hooks
+from torchremat.interop.torch_checkpoint.contexts import Hooks
 
 MATMULS = [torch.ops.aten.mm.default]
 contexts = partial(ours.create_selective_checkpoint_contexts, MATMULS)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from torchremat.pipeline.skip import Namespace
-from torchremat.pipeline.skip.namespaces import order_of
+from torchremat.pipeline.skip.layouts import order_of
 
 
 def test_two_are_different():

@@ -39,13 +39,11 @@ from torch.utils.checkpoint import (
 )
 
 from torchremat._compat.checkpoints import checkpoint_switches
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError, warn
-from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
-from torchremat.interop.torch_checkpoint.decorated import Decorated
-from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
+from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, Decorated, GraphExecGroup, run_in_contexts
 from torchremat.interop.torch_checkpoint.selective import create_selective_checkpoint_contexts
 from torchremat.regions.reentrant import CheckpointFunction
 from torchremat.regions.runs import continued
@@ -235,7 +233,7 @@ def _run_reentrant(
         )
     if innermost_transform() is not None:
         raise UnsupportedError(
-            "a reentrant region (use_reentrant=True) runs a backward of its own, which transforms of torch.func do "
+            "a reentrant region (use_reentrant=True) runs its own backward, which transforms of torch.func do "
             "not see. Pass use_reentrant=False."
         )
     return CheckpointFunction.apply(function, preserve, *args)

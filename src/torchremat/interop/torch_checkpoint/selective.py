@@ -19,7 +19,7 @@ from torchremat._compat.modes import is_recording, is_traced_with_fakes
 from torchremat._compat.operators import is_operator, is_packet
 from torchremat.regions.decisions import Answer, OperatorContext, Policy
 from torchremat.regions.selective.cache import Selection
-from torchremat.regions.selective.draws import PutBack
+from torchremat.regions.selective.forward import PutBack
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.selective.watching import Collecting, Replaying
 

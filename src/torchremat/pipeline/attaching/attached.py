@@ -17,22 +17,50 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import ref
 
+import torch.distributed as dist
+
 from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, name_of, stages_of
 from torchremat._compat.sharding import is_managed, is_sharded
 from torchremat.errors import UnsupportedError, check_flags
-from torchremat.pipeline.attaching.gathering import gathered
-from torchremat.pipeline.attaching.lookahead import Lookahead
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.patches import Patch, undo_all
-from torchremat.pipeline.attaching.stages import SessionsOfStage
+from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
 from torchremat.regions.patches import scopes_on
-from torchremat.schedules.pipelines import recomputing
+from torchremat.schedules.pipelines import Order, recomputing
 from torchremat.tensors.sizes import parse_bytes
+
+
+def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
+    """Return the records of all processes of a group, on one clock; each process gets them.
+
+    Args:
+        recorder: The record of this process.
+        order: The actions of each process.
+        group: The process group, None for all processes.
+    """
+    events = recorder.events()
+    ours = cast("dist.ProcessGroup | None", group)
+    dist.barrier(group=ours)
+    now_s = recorder.elapsed_s()  # all processes are here now
+    found: list[tuple[float, tuple[PipelineEvent, ...]] | None] = [None] * dist.get_world_size(ours)
+    dist.all_gather_object(found, (now_s, events), group=ours)
+    known = [one for one in found if one is not None]
+    end_s = max(then_s for then_s, _ in known)
+    moved = tuple(
+        replace(event, start_s=event.start_s + end_s - then_s, end_s=event.end_s + end_s - then_s)
+        for then_s, those in known
+        for event in those
+    )
+    workers = tuple(tuple(sorted({action.stage for action in actions})) for actions in order)
+    stages = sum(map(len, workers))
+    alone = workers == tuple((stage,) for stage in range(stages))
+    return Timeline(events=moved, stages=stages, workers=() if alone else workers)
+
 
 Choice = Literal["all", "in_flight"]
 
@@ -149,7 +177,7 @@ def attach(
     checkpoint: Choice = "all",
     record: bool = False,
 ) -> Attached:
-    """Give each microbatch of each stage a session of its own, and recompute ahead of gradients.
+    """Give each microbatch of each stage its own session, and recompute ahead of gradients.
 
     A region in a stage (`wrap`, `checkpoint`) is then recomputed once per microbatch, also if a schedule splits the
     backward into an input and a weight part. Gradients are the same as without `attach`, bit for bit.

@@ -1,4 +1,4 @@
-"""A session for each microbatch of a stage.
+"""A session for each microbatch of a stage, and recomputes during the transfer of a gradient.
 
     piece of a microbatch         torch's method                               the session
     F   forward                   `forward_one_chunk`                          made
@@ -10,18 +10,29 @@
 Some stages run everything in one of the two parts, which is then a whole backward: see `whole_part_of`.
 
 The stage keeps these objects, through its replaced attributes; nothing here keeps the stage.
+
+    receive posted ── recompute region 3 ── recompute region 2 ── ... ── wait ── backward of regions 3, 2, 1, 0
+                                          │
+                    stops here when the gradient has arrived, or when the next region would not fit in the budget
+
+The last region comes first: backward asks for it first. The backward itself recomputes a region that was not reached,
+so no recompute is extra. On CUDA a recompute is only enqueued, before the stream is told to wait, and the check for the
+transfer's completion happens there.
+
+Missing on purpose: recomputing for the microbatch after the next one; a budget large enough for that keeps tensors
+instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 from weakref import ref
 
 import torch
 
-from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, whole_part_of
+from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_part_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
@@ -153,3 +164,29 @@ class _RecomputeWatch:
     def dropped_too_early(self) -> None:
         """Drop nothing early in later microbatches."""
         self.sessions._drops = False
+
+
+class Lookahead:
+    """Recomputes ahead, within a budget.
+
+    Args:
+        budget_bytes: The most bytes recomputed ahead at once; None for no bound. With a bound, a region is recomputed
+            ahead once its bytes are known, that is, after its first recompute in a backward.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget_bytes = budget_bytes
+
+    def run(self, stage: SessionsOfStage, microbatch: int, works: Sequence[Work]) -> None:
+        """Recompute for the microbatch whose gradient the works transfer, until the gradient has arrived."""
+        session = stage.get(microbatch)
+        left_bytes = self._budget_bytes
+        while session is not None and not all(work.is_completed() for work in works):
+            number = session.next_number()
+            if number is None:
+                return
+            if left_bytes is not None:
+                left_bytes -= stage.costs.get(number, left_bytes + 1)
+                if left_bytes < 0:
+                    return
+            session.recompute()

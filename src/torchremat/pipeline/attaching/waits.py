@@ -21,9 +21,8 @@ from torchremat._compat.pipelining import (
     name_of,
     stages_of,
 )
-from torchremat.pipeline.attaching.lookahead import Lookahead
 from torchremat.pipeline.attaching.patches import Patch
-from torchremat.pipeline.attaching.stages import SessionsOfStage
+from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.recorder import Recorder
 
 Direction = Literal["forward", "backward"]

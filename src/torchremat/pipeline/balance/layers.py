@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.pipeline.skip.inspection import inspect_skip_layout
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.layouts import Key, SkipLayout
 from torchremat.pipeline.skip.trackers import CellTracker, use_skip_tracker
 from torchremat.tensors.structure import join, split
 

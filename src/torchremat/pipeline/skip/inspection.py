@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchremat.errors import SkippableError
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key, words_of
+from torchremat.pipeline.skip.layouts import Key, SkipLayout, words_of
 from torchremat.pipeline.skip.skippables import Skippable
 
 

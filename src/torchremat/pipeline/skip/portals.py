@@ -1,6 +1,6 @@
 """The carriers of skips between stages: a skip goes directly from the stage that stashes it to the one that pops it.
 
-The holders of one microbatch's skip that stage S stashes and stage T pops, each with a device of its own, with stage M
+The holders of one microbatch's skip that stage S stashes and stage T pops, each with its own device, with stage M
 between them. "S" and "T" mean the tensors that autograd saves in the cells, which hold the skip if their backward needs
 it:
 
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.layouts import Key, SkipLayout
 from torchremat.pipeline.streams import Stream, current_stream, device_of
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split, tensors_in

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from torchremat.errors import SkipError, SkippableError
-from torchremat.pipeline.skip.namespaces import Key, Namespace, words_of
+from torchremat.pipeline.skip.layouts import Key, Namespace, words_of
 from torchremat.pipeline.skip.trackers import current_skip_tracker
 from torchremat.regions.patches import is_wrapped
 

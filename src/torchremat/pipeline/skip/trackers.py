@@ -1,7 +1,7 @@
 """Trackers, in which skips wait between their stash and their pop.
 
 Each thread has a current tracker, which the skippable modules use. Outside of a pipe it is a plain one. In a pipe, each
-run of a microbatch on a stage, a cell, has a tracker of its own, so that nothing is left from one run to the next:
+run of a microbatch on a stage, a cell, has its own tracker, so that nothing is left from one run to the next:
 
     cell(value, incoming) ──► output, outgoing        incoming: the skips that are popped here and come from elsewhere
                                                       outgoing: those that are stashed here and popped elsewhere
@@ -17,8 +17,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from torchremat.errors import SkipError
-from torchremat.pipeline.skip.layouts import SkipLayout
-from torchremat.pipeline.skip.namespaces import Key, Namespace
+from torchremat.pipeline.skip.layouts import Key, Namespace, SkipLayout
 from torchremat.regions.carriers import Carrier, carried, has_left_reentrant, reentrant
 
 

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchremat.planning.bounds.executing import regions_of
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen
-from torchremat.planning.bounds.relaxation import Relaxation, underestimate
+from torchremat.planning.bounds.relaxation import Relaxation, regions_of, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.prediction import Prediction
@@ -131,12 +130,8 @@ class Claim:
     regions: Regions | None = None
     stores: bool = False
 
-    def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
-        """Compute the bounds.
-
-        Args:
-            most_seconds: For the bound over all schedules; see `lower_bound`.
-        """
+    def certificate(self) -> Certificate:
+        """Compute the bounds."""
         missing: list[str] = []
         start_s = time.perf_counter()
         everything, persistent = None, None
@@ -148,9 +143,7 @@ class Claim:
             if isinstance(self.step, Unseen):
                 missing.append(self.step.reason)
             else:
-                everything = lower_bound(
-                    self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions, most_seconds=most_seconds
-                ).cost
+                everything = lower_bound(self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions).cost
                 if math.isinf(everything):
                     everything = None
                     missing.append(_NO_BOUND)

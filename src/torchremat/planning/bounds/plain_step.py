@@ -126,10 +126,10 @@ class _BackwardOperator(NamedTuple):
 
     def pull(self, trace: AllocationTrace | None) -> Pull:
         """Return it with the most bytes live in addition to its reads."""
-        beside_bytes = self.after_bytes
+        other_bytes = self.after_bytes
         if trace is not None:
-            beside_bytes = max(beside_bytes, self.before_bytes + trace.rise_bytes_between(self.begins, self.ends))
-        return Pull(reads=self.reads, beside_bytes=beside_bytes)
+            other_bytes = max(other_bytes, self.before_bytes + trace.rise_bytes_between(self.begins, self.ends))
+        return Pull(reads=self.reads, other_bytes=other_bytes)
 
 
 class _PlainStepTracer(OperatorTracer):

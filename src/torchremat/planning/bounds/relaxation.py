@@ -3,22 +3,33 @@
     what                                        chains              here
     a storage that several units hold           counts for each     for the first that could hold it
     an input of which a part is saved           counts as a whole   does not count
-    bytes beside the plan, negative ones too    cut off at 0        the slack is added to the limit
+    bytes outside the plan, negative ones too   cut off at 0        the slack is added to the limit
     code between two units                      as in the profile   takes nothing
     a unit of which backward needs nothing      may cost            costs nothing
 
 For nested regions it assumes the same as the solver's chain: they hold their input until their own backward is over. In
 fact they free it a little earlier, so the lowest nested trees may need a little less than this chain.
+
+The least overhead of the executor: in any schedule, an operator runs again in a region, of one call or of many, and
+
+    saved    each tensor that is saved in a region takes a while to put away, in the forward and in the recompute
+    begun    where an operator runs again and the one before it does not, a region begins, or a policy is active that
+             saw the one before, in the forward and in the recompute, and the saves there take longer
+
+The number of regions depends on the schedule, so their other overhead is left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torchremat.planning.profiles.operators import OperatorTrace
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, chain_of
 from torchremat.planning.simulator.points import ProgramPoint
+from torchremat.schedules.bounds import Regions
 from torchremat.schedules.chain import Chain, Stage
+from torchremat.schedules.dataflow import Dataflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +74,11 @@ def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[i
     def bytes_of(storages: set[int]) -> int:
         return sum(trace.storage_bytes[storage] for storage in storages)
 
-    def beside(point: ProgramPoint) -> int:
+    def outside(point: ProgramPoint) -> int:
         return profile.extra_bytes.get((point, unit), -slack) + slack
 
-    during = beside(ProgramPoint.BACKWARD)
-    base = min(during, beside(ProgramPoint.RECOMPUTE))
+    during = outside(ProgramPoint.BACKWARD)
+    base = min(during, outside(ProgramPoint.RECOMPUTE))
     option = replace(
         stage.options[0],
         saved_bytes=size.inside_bytes + bytes_of(saved),
@@ -86,6 +97,35 @@ def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[i
         external_bytes=bytes_of(external),
         output_bytes=0,
         options=(option,),
-        forward_base_bytes=beside(ProgramPoint.FORWARD),
+        forward_base_bytes=outside(ProgramPoint.FORWARD),
         backward_base_bytes=base,
     )
+
+
+def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
+    """Return the overhead of regions in seconds; None if the operators of a plain step differ from the profile's."""
+    trace, overheads = profile.units.trace.operators, profile.overheads
+    if [run.name for run in trace.runs] != [operator.name for operator in flow.operators]:
+        return None
+    saves = saves_of(trace)
+    passed_s = overheads.collected_s + overheads.replayed_s
+    return Regions(
+        saved_cost=tuple(count * overheads.saved_s for count in saves),
+        begun_cost=tuple(min(overheads.region_s, passed_s + count * overheads.chosen_s) for count in saves),
+    )
+
+
+def saves_of(trace: OperatorTrace) -> list[int]:
+    """Return, for each operator, how many tensors a recompute that runs it saves for certain.
+
+    A recompute ends with a save. So of the tensors saved between two operators, the first one's results count there,
+    and the rest where the second reads them.
+    """
+    found = [0] * len(trace.runs)
+    for save in trace.saves:
+        before = save.position - 1
+        if before >= 0 and save.value in trace.runs[before].makes:
+            found[before] += 1
+        elif save.position < len(trace.runs) and save.value in trace.runs[save.position].reads:
+            found[save.position] += 1
+    return found

@@ -74,8 +74,8 @@ class JointReading:
         beside = joint.fixed_bytes + sum(sizes[value] for value in joint.incoming)
         beside += sum(sizes[value] for value in there)
         live = [
-            *walk(first, sizes, begin=(), keep=begin, beside_bytes=joint.fixed_bytes),
-            *walk(second, sizes, begin=begin - there, keep=gradients, beside_bytes=beside),
+            *walk(first, sizes, begin=(), keep=begin, other_bytes=joint.fixed_bytes),
+            *walk(second, sizes, begin=begin - there, keep=gradients, other_bytes=beside),
         ]
         return max((size for size, _ in live), default=joint.fixed_bytes)
 

@@ -11,8 +11,7 @@ from torchremat.errors import CompileWarning, warn
 from torchremat.planning.compiling.graphs import JointReading
 from torchremat.planning.compiling.running import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
-from torchremat.schedules.adjustments import beside_values
-from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, split
+from torchremat.schedules.joint import NO_ADJUSTMENTS, Adjustments, Split, adjustments_of, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Halves:
     forward: GraphModule
     backward: GraphModule
     peak_bytes: int
-    beside: Beside = NOTHING_BESIDE
+    beside: Adjustments = NO_ADJUSTMENTS
 
 
 class Halver:
@@ -74,7 +73,7 @@ class Halver:
                     CompileWarning,
                 )
             else:
-                beside = beside_values(self.reading.joint, found, needs.forward, needs.backward)
+                beside = adjustments_of(self.reading.joint, found, needs.forward, needs.backward)
                 return Halves(
                     split=found, forward=forward, backward=backward, peak_bytes=needs.peak_bytes, beside=beside
                 )

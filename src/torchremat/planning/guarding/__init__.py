@@ -1,11 +1,9 @@
 """A step that is run again when memory runs out.
 
 settings.py    the user's settings, checked
-attempts.py    the failure of one attempt, as data and in words
+attempts.py    the failure of one attempt, as data and in words; several processes all repeat, or none
 gradients.py   gradients from before the step: additions of a failed attempt are not repeated
-sources.py     objects that have advanced by the next attempt: iterators, optimizers
-snapshots.py   all other state that a step changes, so that the next attempt begins as the first did
+snapshots.py   objects that have advanced by the next attempt, and all other state that a step changes
 tightening.py  the next plan, smaller than the one that failed
-agreement.py   several processes: all repeat, or none
 steps.py       `guard`
 """

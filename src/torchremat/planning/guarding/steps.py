@@ -33,12 +33,18 @@ from torchremat.measuring.step import check_kinds, check_materialised, holdings_
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.guarding.agreement import AttemptOutcome, agreed, check_alone, check_no_sync
-from torchremat.planning.guarding.attempts import Attempt, Doing, attempt_of
+from torchremat.planning.guarding.attempts import (
+    Attempt,
+    AttemptOutcome,
+    Doing,
+    agreed,
+    attempt_of,
+    check_alone,
+    check_no_sync,
+)
 from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.settings import GuardSettings
-from torchremat.planning.guarding.snapshots import StepState
-from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
+from torchremat.planning.guarding.snapshots import StepState, check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening
 from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions

@@ -5,7 +5,7 @@
     remade                │          ▼ frees of memory made by the recompute    ▼
 
 A plan that holds some of a unit's saved tensors recomputes when autograd asks for the first of the others: see
-`searches.partial_backward`.
+`searches.replays`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import left_to_transform, transforms_beside_hooks
 from torchremat.errors import StepError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import taken_bytes
-from torchremat._compat.compiled_code import runs_compiled_code
+from torchremat._compat.dynamo import runs_compiled_code
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.measuring.storages import StorageMap

@@ -27,8 +27,7 @@ from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, S
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode
-from torchremat.stores.release import held_in, settle
-from torchremat.stores.statistics import StoreStatistics
+from torchremat.stores.base import StoreStatistics, held_in, settle
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import memories_of
 

@@ -24,8 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from torchremat._compat.compiled_code import is_compiled
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks
@@ -37,8 +36,7 @@ from torchremat.measuring.storages import StorageMap
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
-from torchremat.planning.conditions import conditions_of
-from torchremat.planning.inputs import elements_in
+from torchremat.planning.conditions import conditions_of, elements_in
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorTracer

@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.measuring.storages import address_of
 from torchremat.planning.profiles.comparison import Comparison
 from torchremat.planning.profiles.units import Units

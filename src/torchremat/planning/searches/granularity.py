@@ -148,9 +148,9 @@ class _Mixture:
         for index, (source, place, whole) in enumerate(self.origin):
             for point in _UNIT_POINTS:
                 until = len(self.inter_call.within) if self.stays and point in _BACKWARD_MOMENTS else whole
-                beside = self._saved_before(until, whole=source is self.blocks)
+                before = self._saved_before(until, whole=source is self.blocks)
                 if (point, place) in source.extra_bytes:
-                    extra[point, index] = source.extra_bytes[point, place] + beside
+                    extra[point, index] = source.extra_bytes[point, place] + before
                     after[point, index] = source.after_bytes[point, place]
         order = self._order()
         extra[ProgramPoint.END, 0] = self.blocks.extra_bytes[ProgramPoint.END, 0] + self._saved_before(

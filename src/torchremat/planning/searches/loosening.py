@@ -1,9 +1,20 @@
-"""The next steps from a tree towards one that recomputes less: replacements for one of its nodes."""
+"""The next steps from a tree towards one that recomputes less, and whether they can fit, without a simulation.
+
+A simulation of a whole step takes a millisecond or more, and most changes that keep a little more do not fit. At a
+program point at which the changed part is neither in its forward nor in its backward, that part only holds the storages
+that stay after its forward. So a few of the highest program points are recorded with the storages held there, and the
+additional bytes that a change holds there follow from a few storages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.simulator.points import Live, ProgramPoint
+from torchremat.planning.simulator.prediction import live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 
@@ -27,3 +38,74 @@ def loosened(node: KeepNode | RegionNode, costs: list[list[float]]) -> Iterator[
             yield (first, RegionNode(tuple(rest)))
             *most, last = node.children
             yield (RegionNode(tuple(most)), last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PeakBound:
+    """One program point: live bytes, storages held, others alive, and the units whose backward is still to come."""
+
+    live_bytes: int
+    held: dict[int, int]
+    alive: frozenset[int]
+    rank: int
+
+
+class PeakBounds:
+    """The highest program points of a step under a tree, from the end of its forward on.
+
+    Args:
+        profile: The profile.
+        tree: The tree.
+    """
+
+    def __init__(self, profile: Profile, tree: Tree) -> None:
+        self._profile = profile
+        self._tree = tree
+        self._ranks = {unit: place for place, unit in enumerate(profile.order)}
+        self._peak_bounds = list(self._highest())
+
+    def _highest(self) -> Iterator[_PeakBound]:
+        """Yield the end of the forward, and each program point of the backward that is higher than all before it."""
+        profile, highest = self._profile, -1
+        simulator = walk_of(self._profile, self._tree)
+        for state in simulator:
+            if not isinstance(state, Live) or state.key[0] in (ProgramPoint.FORWARD, ProgramPoint.LEFT):
+                continue
+            live = live_bytes(profile, state) + over_bytes(profile, state)
+            if live > highest:
+                highest = live
+                rank = -1 if state.key[0] is ProgramPoint.END else self._ranks[state.key[1]]
+                yield _PeakBound(
+                    live_bytes=live, held=dict(simulator.live.held), alive=frozenset(simulator.live.alive), rank=rank
+                )
+
+    def least_bytes(self, place: int, nodes: Tree) -> int:
+        """Return a lower bound on the peak if other nodes replace the node at one place of the tree."""
+        old = self._tree[place]
+        first = min((self._ranks[unit] for unit in range(old.first, old.last + 1) if unit in self._ranks), default=-1)
+        ahead = [height for height in self._peak_bounds if height.rank < first]
+        if not ahead:
+            return 0
+        before, after = self._held((old,)), self._held(nodes)
+        if before is None or after is None:
+            return 0
+        return max(height.live_bytes + self._added(height, before, after) for height in ahead)
+
+    def _held(self, nodes: Iterable[KeepNode | RegionNode]) -> tuple[Counter[int], int] | None:
+        """Return what nodes hold after their forward: storages, and bytes inside; None if that changes later."""
+        nodes = tuple(nodes)
+        simulator = walk_of(self._profile, nodes)
+        for unit in range(nodes[0].first, nodes[-1].last + 1):
+            simulator.take(unit)
+        return None if simulator.unborn else (simulator.live.held, simulator.live.inside)
+
+    def _added(self, height: _PeakBound, before: tuple[Counter[int], int], after: tuple[Counter[int], int]) -> int:
+        """Return how many bytes more are held at a program point."""
+        added, sizes = after[1] - before[1], self._profile.units.trace.storage_bytes
+        for storage in before[0].keys() | after[0].keys():
+            if storage in height.alive:
+                continue
+            was = height.held.get(storage, 0)
+            now = was - before[0][storage] + after[0][storage]
+            added += sizes[storage] * ((now > 0) - (was > 0))
+        return added

@@ -12,18 +12,15 @@ kept bytes, so chains with tails of several heights have the trees for few micro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
-from torchremat.planning.simulator.ahead import after_lookahead
-from torchremat.planning.simulator.parts import PartsPrediction
-from torchremat.planning.simulator.prediction import walk_of
+from torchremat.planning.simulator.parts import PartsPrediction, after_lookahead
+from torchremat.planning.simulator.prediction import Candidate, walk_of
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and the number of trees taken from each chain.
@@ -43,9 +40,7 @@ class Share:
         ahead_bytes: If it may be recomputed before its gradient arrives: the peak of that. The peaks of its backward
             then assume that everything is recomputed.
         sums: The peaks with other microbatches in the same backward.
-        input_bytes: If its backward has two parts: the peak of the first, for inputs.
-        between_bytes: Likewise, the live bytes from there to the beginning of the second part, for weights.
-        weight_bytes: Likewise, the peak of the second part.
+        parts: The bytes if its backward has two parts.
         cost: Cost of its recomputes, in the unit of the planner's cost.
     """
 
@@ -55,10 +50,8 @@ class Share:
     backward_bytes: int
     cost: float
     sums: SumsPrediction
+    parts: PartsPrediction
     ahead_bytes: int = 0
-    input_bytes: int = 0
-    between_bytes: int = 0
-    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,20 +73,8 @@ class SumsPrediction:
     last_bytes: int = 0
 
 
-class SumsPredictor(Protocol):
-    """Predicts the peaks of a microbatch that shares one backward with others, under a tree."""
-
-    def __call__(self, candidate: Candidate, /) -> SumsPrediction:
-        """Return the peaks."""
-        ...
-
-
-class PartsPredictor(Protocol):
-    """Predicts a backward in two parts under a tree; `ahead`: all regions may have been recomputed before it."""
-
-    def __call__(self, candidate: Candidate, /, *, ahead: bool) -> PartsPrediction:
-        """Return the bytes of both parts."""
-        ...
+SumsPredictor = Callable[[Candidate], SumsPrediction]
+PartsPredictor = Callable[[Candidate, bool], PartsPrediction]
 
 
 def shares(
@@ -105,7 +86,7 @@ def shares(
 
     Args:
         search: The search for one microbatch.
-        parts: Predicts a backward in two parts, if the schedule has such.
+        parts: Predicts a backward in two parts, if the schedule has such; the flag is `ahead`.
         sums: Predicts a backward shared by several microbatches, if the schedule has such.
         ahead: Whether microbatches may be recomputed before their gradient arrives.
     """
@@ -116,7 +97,7 @@ def shares(
 
 
 def _share(candidate: Candidate, parts: PartsPredictor | None, sums: SumsPredictor | None, ahead: bool) -> Share:
-    prediction, split = candidate.prediction, None if parts is None else parts(candidate, ahead=ahead)
+    prediction = candidate.prediction
     recomputing, backward = 0, 0
     if ahead:
         recomputing, backward = after_lookahead(
@@ -129,10 +110,8 @@ def _share(candidate: Candidate, parts: PartsPredictor | None, sums: SumsPredict
         backward_bytes=max(0, prediction.backward_bytes, backward),
         cost=candidate.cost,
         sums=SumsPrediction() if sums is None else sums(candidate),
+        parts=PartsPrediction() if parts is None else parts(candidate, ahead),
         ahead_bytes=recomputing,
-        input_bytes=0 if split is None else max(0, split.input_bytes),
-        between_bytes=0 if split is None else max(0, split.between_bytes),
-        weight_bytes=0 if split is None else max(0, split.weight_bytes),
     )
 
 
@@ -172,11 +151,7 @@ def _sizes(share: Share) -> tuple[float, ...]:
         share.kept_bytes,
         share.ahead_bytes,
         share.backward_bytes,
-        share.sums.first_bytes,
-        share.sums.second_bytes,
-        share.sums.last_bytes,
+        *astuple(share.sums),
         share.forward_bytes,
-        share.input_bytes,
-        share.between_bytes,
-        share.weight_bytes,
+        *astuple(share.parts),
     )

@@ -1,4 +1,4 @@
-"""Ways of keeping a part of a unit: a region of its own that holds the outputs of some operators.
+"""Ways of keeping a part of a unit: a separate region that holds the outputs of some operators.
 
 Which operators is solved for several numbers of bytes (`schedules.operator_selection`). Alike units are solved once,
 and so are those that run the same on about as many bytes, like blocks whose experts get other tokens.

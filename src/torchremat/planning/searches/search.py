@@ -9,7 +9,6 @@ from functools import cached_property
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.options import options_of
@@ -17,6 +16,7 @@ from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.searches.storing import Storing
 from torchremat.planning.simulator.offload_choices import StoreProfile
+from torchremat.planning.simulator.prediction import Candidate
 
 # The shares of the divisible units to split, the numbers to split at the end, and the limit on the number of units.
 _SHARES = (0.25, 0.5, 0.75, 1.0)

@@ -16,14 +16,11 @@ import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
-from torchremat.planning.searches.loosening import loosened
-from torchremat.planning.searches.peak_bounds import PeakBounds
+from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.simulator.prediction import predict
-from torchremat.schedules.chain import Chain, KeepNode, Tree
-from torchremat.schedules.depths import bounded
+from torchremat.planning.simulator.prediction import Candidate, predict
+from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
@@ -106,7 +103,7 @@ class Solver:
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees: all of them for few units, those with few regions or long strides for many."""
-        is_long = sum(stage.recomputable for stage in self.chain.stages) > _MOST_UNIFORM
+        is_long = len(self.chain.stages) > _MOST_UNIFORM
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
         chosen = chosen if self.hand_made else chosen[:_ALWAYS]

@@ -17,11 +17,10 @@ from dataclasses import replace
 from functools import cache, partial
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.offload_choices import OffloadChoice, Offloads, OffloadSize, StoredUnit, StoreProfile
 from torchremat.planning.simulator.points import Live, ProgramPoint
-from torchremat.planning.simulator.prediction import predict, walk_of
+from torchremat.planning.simulator.prediction import Candidate, predict, walk_of
 from torchremat.schedules.chain import KeepNode, Tree
 from torchremat.schedules.transfers import Read, Write, earliest_dues, latest_begins, reading_wait_s, writing_wait_s
 

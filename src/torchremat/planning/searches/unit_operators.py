@@ -1,7 +1,6 @@
 """The operators of a unit, and what a region takes that holds the outputs of some of them.
 
-    bytes      `replays`, from the allocator's events of the traced forward, and `partial_backward`, from those of the
-               watched backward
+    bytes      `replays`, from the allocator's events of the traced forward and of the watched backward
     seconds    of the operators that run again, and of the executor, see `profiles.overheads`
 
 Units of several calls have no options, nor have units whose tensors something else also references (except for the
@@ -20,8 +19,7 @@ from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
-from torchremat.planning.searches.partial_backward import in_parts
-from torchremat.planning.searches.replays import SelectionReplay
+from torchremat.planning.searches.replays import SelectionReplay, in_parts
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
 from torchremat.schedules.dataflow import Dataflow, Value

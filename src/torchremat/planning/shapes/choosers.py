@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
-from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.granularity import divisible
 from torchremat.planning.searches.options import selections_of
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.shapes.families import Family
 from torchremat.planning.shapes.fits import Cover
+from torchremat.planning.simulator.prediction import Candidate
 from torchremat.schedules.chain import Tree
 
 # The limits of the ladder: this ratio apart, from the plain step down to the floor.

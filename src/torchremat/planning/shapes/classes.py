@@ -30,7 +30,7 @@ class PlannedShape:
         steps: Number of steps that ran under it.
         peak_bytes: Predicted peak at that shape.
         measured_bytes: The highest measured peak; None if none of its steps was measured.
-        slowdown: Predicted seconds of a step over those of a plain one.
+        slowdown: Predicted seconds of a step over a plain step's.
         recomputed_flops: Flops that recomputes add.
         recomputed_calls: Number of unit forwards that recomputes run; some, like those of norms, have no flops.
     """
@@ -58,7 +58,7 @@ class ShapeClass:
         held: The operators whose outputs units kept in part hold.
         fixed_bytes: Live bytes before a step.
         prediction: The prediction of a step, over `fixed_bytes`.
-        slowdown: Predicted seconds of a step over those of a plain one.
+        slowdown: Predicted seconds of a step over a plain step's.
         fits: Whether the peak is within the budget; if not, the tree is the one with the lowest peak.
         steps: Number of steps that ran under it.
         measured_bytes: The highest measured peak, if any was.

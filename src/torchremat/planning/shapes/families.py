@@ -3,7 +3,7 @@
 A family is defined by its form: the same calls, the same storages with the same live ranges, the same units. Within a
 family, figures are fitted over shapes. The control flow of a model may depend on the shape (`if length > n`); a profile
 of another form begins another family. The control flow of a shape that never ran is unknown: if its neighbours below
-and above belong to different families, the shape has to be learned.
+and above belong to different families, the shape must be learned.
 """
 
 from __future__ import annotations
@@ -200,15 +200,15 @@ class Families:
         family.add(shape, pair)
         return family
 
-    def find(self, shape: Shape, *, exact: bool = False) -> tuple[Family, Cover] | None:
-        """Return the family of a shape, and how its figures follow; None if the shape has to be learned."""
+    def find(self, shape: Shape) -> tuple[Family, Cover] | None:
+        """Return the family of a shape, and how its figures follow; None if the shape must be learned."""
         seen = [(one, family) for family in self.families for one in (*family.shapes, *family.measured)]
         below = _nearest(shape, ((one, family) for one, family in seen if _fits_into(one, shape)))
         above = _nearest(shape, ((one, family) for one, family in seen if _fits_into(shape, one)))
         if below is not None and above is not None and below is not above:
             return None
         family = _nearest(shape, seen)
-        found = None if family is None else family.cover(shape, exact=exact)
+        found = None if family is None else family.cover(shape)
         return None if family is None or found is None else (family, found)
 
 

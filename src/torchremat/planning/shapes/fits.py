@@ -7,7 +7,7 @@ are polynomials. So a few shapes determine every figure, all with the same weigh
 
 Least squares in monomials gives the weights, so they do not depend on the figures. With more points than monomials, the
 residual is noise, and its maximum is a margin. With too few points, or if x varies in a dimension that no point varies
-in (one that was always 8), no weights exist: the shape has to be learned first.
+in (one that was always 8), no weights exist: the shape must be learned first.
 """
 
 from __future__ import annotations

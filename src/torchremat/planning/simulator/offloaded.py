@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.simulator.live_bytes import LiveBytes
+from torchremat.planning.simulator.holding import LiveBytes
 from torchremat.planning.simulator.offload_choices import Offloads, Parcel
 from torchremat.planning.simulator.points import Lifetimes, Live, ProgramPoint, Releases
 

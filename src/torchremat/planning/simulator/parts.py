@@ -1,4 +1,17 @@
-"""A backward in two parts: the bytes held in its input part, and from there until its weight part.
+"""Two more kinds of backward: one with all regions recomputed ahead of the gradient, and one in two parts.
+
+Ahead, the regions are recomputed before the gradient arrives, the last one first:
+
+    forward's end    the bytes that a tree keeps
+    meanwhile        in addition all recomputed tensors, and the peak of the running recompute
+    backward         all bytes of a tree without regions, each until the backward reaches it
+
+The number of regions recomputed by the time the gradient arrives is unknown. The larger of the peaks for all and for
+none bounds the peak for any number: a region that was reached sees in the backward the same as if all were recomputed,
+a region that was not reached sees the same as if none were, and before the backward fewer bytes are live than with all
+recomputed.
+
+In two parts, for inputs and for weights:
 
     input part      a unit's backward begins      all its saved tensors are there, recomputed or kept
                     and ends                      recomputed tensors that no weight needs are freed; the rest stays
@@ -14,15 +27,53 @@ among the bytes that are live whatever the plan is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.simulator.ahead import recomputed_ahead
-from torchremat.planning.simulator.points import Live, ProgramPoint, UnitBytes
+from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward, UnitBytes
 from torchremat.planning.simulator.prediction import live_bytes, over_bytes
 from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.schedules.chain import RegionNode
+
+
+def recomputed_ahead(simulator: MemorySimulator) -> Iterator[Live | RanForward]:
+    """Recompute all regions of a simulation that has reached the end of its forward, as `Session.recompute` does.
+
+    The regions around a nested region recompute its inputs.
+    """
+    simulator.is_ahead = True
+    simulator.live.bytes = dict(simulator.live.bytes)
+    for region in reversed(simulator.regions):
+        for one in simulator.around[region.first][: simulator.depth[id(region)]]:
+            if id(one) not in simulator.done and simulator.graphs.waits(one):
+                yield from simulator.recompute(one, one.last)
+    simulator.is_ahead = False
+
+
+def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes: int) -> tuple[int, int]:
+    """Return the peaks of the recompute ahead and of the rest of the step, over the live bytes before the forward.
+
+    Args:
+        profile: Profile of a step.
+        simulator: Simulator of a tree.
+        kept_bytes: Live bytes at the end of the forward.
+    """
+    for _ in simulator.forward():
+        pass
+    others = kept_bytes - simulator.live.total()
+    recomputing = (
+        state.held_bytes + over_bytes(profile, state)
+        for state in recomputed_ahead(simulator)
+        if isinstance(state, Live)
+    )
+    ahead = max(recomputing, default=0)
+    highest = simulator.live.total() + others + profile.after_bytes[ProgramPoint.END, 0]
+    for state in simulator.backward():
+        if isinstance(state, Live):
+            highest = max(highest, live_bytes(profile, state) + over_bytes(profile, state))
+    return max(0, ahead + others), highest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +138,9 @@ class PartsPrediction:
         weight_bytes: Peak of the weight part.
     """
 
-    input_bytes: int
-    between_bytes: int
-    weight_bytes: int
+    input_bytes: int = 0
+    between_bytes: int = 0
+    weight_bytes: int = 0
 
 
 def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
@@ -103,10 +154,10 @@ def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, 
     """
     for _ in simulator.forward():
         pass
-    beside = kept_bytes - simulator.live.total()
+    others = kept_bytes - simulator.live.total()
     for _ in recomputed_ahead(simulator) if ahead else ():
         pass
-    live = simulator.live.total() + beside
+    live = simulator.live.total() + others
     highest = live + profile.after_bytes[ProgramPoint.END, 0]
     for state in simulator.backward():
         if isinstance(state, Live):

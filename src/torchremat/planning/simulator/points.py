@@ -88,7 +88,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionBytes:
-    """Bytes and time of one unit as a region of its own that holds the outputs of some operators.
+    """Bytes and time of one unit as a separate region that holds the outputs of some operators.
 
     Attributes:
         kept: Boundary storages that it holds from its forward on, in addition to its inputs.

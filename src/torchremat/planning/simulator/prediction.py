@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
@@ -123,3 +123,23 @@ def over_bytes(profile: Profile, state: Live) -> int:
 def extra_at(profile: Profile, key: Key) -> int:
     """Return the bytes that are live at a program point whatever the plan is; 0 if it does not exist."""
     return max(0, profile.extra_bytes.get(key, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A tree over the units of a profile, with its prediction; `cost` is in the unit of the planner's cost.
+
+    `offloads` are the kept units whose saved tensors go to a store.
+    """
+
+    profile: Profile
+    tree: Tree
+    prediction: Prediction
+    cost: float
+    offloads: Offloads = field(default_factory=lambda: NO_OFFLOADS, hash=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over a plain step's."""
+        added_s = self.prediction.seconds + self.prediction.moving_s
+        return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0

@@ -18,9 +18,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.simulator.graphs import Graphs
-from torchremat.planning.simulator.links import Links
-from torchremat.planning.simulator.live_bytes import LiveBytes
+from torchremat.planning.simulator.holding import Graphs, Links, LiveBytes
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
@@ -48,7 +46,7 @@ class MemorySimulator:
         self.sizes = sizes
         self.order = order
         self.lifetimes = lifetimes
-        # A unit kept by one of its options is a region of its own.
+        # A unit kept by one of its options is a separate region.
         self.chosen = {
             node.stage: options[node.stage][node.option - 1]
             for node in tree
@@ -72,7 +70,7 @@ class MemorySimulator:
         self.available = {unit for unit, around in enumerate(self.around) if not around}
         self.done: set[int] = set()
         # While regions are recomputed before any gradient has arrived, the forward's outputs are still held, as inputs
-        # of other regions. So the outputs of a recompute are storages of their own, by unit and, until it ends, by
+        # of other regions. So the outputs of a recompute are separate storages, by unit and, until it ends, by
         # region.
         self.is_ahead = False
         self.anew: dict[int, dict[int, int]] = {}
@@ -193,7 +191,7 @@ class MemorySimulator:
         self.live.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def remake(self, unit: int, anew: dict[int, int], kept: Container[int] = ()) -> None:
-        """Make the outputs of a unit's recompute, except the kept ones, storages of their own; recorded in `anew`."""
+        """Make the outputs of a unit's recompute, except the kept ones, separate storages; recorded in `anew`."""
         own = self.units.units[unit]
         for storage in own.outputs:
             if storage not in own.inputs and storage not in kept:

@@ -114,7 +114,7 @@ def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
 
 
 class _RerunLog(OperatorLog):
-    """The operators of a rerun; also records the modules that run, with a hook of its own."""
+    """The operators of a rerun; also records the modules that run, with its own hook."""
 
     found: Rerun
 

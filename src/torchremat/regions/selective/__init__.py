@@ -5,6 +5,5 @@ kept.py      one output that is kept
 cache.py     the operator outputs that one call keeps
 watching.py  the watchers of the operators, in the forward and in a recompute
 mode.py      the dispatch mode that shows them the operators
-draws.py     generator states while kept random outputs are returned
 forward.py   a call under a policy: its forward, and its part in a recompute
 """

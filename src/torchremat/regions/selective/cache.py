@@ -13,7 +13,7 @@ NOTE [ Selective recompute ]
 4. A kept output that is about to be written in place, by the region itself or by a recompute that was given it, is
    copied first, or its store is told (see NOTE [ Who may write to what was put ]). A later write by other code shows in
    the version: the operator runs again. An operator may return the memory of an argument without declaring it, like
-   `unsafe_chunk`: the result is a view, and never kept, and since writes to it have a version counter of their own, its
+   `unsafe_chunk`: the result is a view, and never kept, and since writes to it have their own version counter, its
    version is checked too.
 5. A recompute for a graph that is not retained removes the kept outputs that it gets: no second recompute follows. Nor
    does one follow after the only pass of a session, or after its input pass, which also drops the contents of slots
@@ -53,7 +53,7 @@ from torchremat.regions.selective.kept import (
     tensors_in,
 )
 from torchremat.regions.selective.op_info import OpInfo
-from torchremat.stores.weak import Counter
+from torchremat.stores.foreign import Counter
 
 Operator = Callable[..., object]
 
@@ -248,7 +248,7 @@ class Selection:
             if offloaded is not None:
                 for stored in offloaded.outputs:
                     if not stored.has_moved:
-                        stored.others = None  # it is about to get memory of its own
+                        stored.others = None  # it is about to get its own memory
                 for decision in offloaded.decisions:
                     assert decision.catalog is not None
                     decision.catalog.before_write(memory)

@@ -6,15 +6,17 @@ See NOTE [ Selective recompute ].
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.transforms import is_in_batch, outside_batches
+from torchremat.ambient.generators import set_generator
 from torchremat.regions.calls import Body, Call
-from torchremat.regions.diagnosis.paths import ModulePaths
+from torchremat.regions.diagnosis.captures import ModulePaths
 from torchremat.regions.selective.cache import Selection
-from torchremat.regions.selective.draws import PutBack
 from torchremat.regions.selective.kept import KeptValue, StoredOutput, memory_of
 from torchremat.regions.selective.mode import SeenBy, unseen
 from torchremat.regions.selective.watching import Collecting, Replaying
@@ -23,6 +25,24 @@ from torchremat.regions.slots import Recomputable, Served, Slot
 from torchremat.regions.threads import thread
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import version_of
+
+
+class PutBack(AbstractContextManager[None]):
+    """A block for a recompute that restores the generators moved in it."""
+
+    __slots__ = ("_had",)
+
+    def __enter__(self) -> None:
+        now = thread.now
+        self._had, now.moved = now.moved, {}
+
+    def __exit__(self, *error: object) -> None:
+        now = thread.now
+        moved, now.moved = now.moved, self._had
+        if moved:
+            with outside_batches() if is_in_batch() else nullcontext():
+                for generator, state in moved.items():
+                    set_generator(generator, state)
 
 
 class Choosing:

@@ -11,8 +11,8 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.modes import alias_that_counts
 from torchremat.errors import MutationError
 from torchremat.regions.decisions import Decision
+from torchremat.stores.foreign import Counter
 from torchremat.stores.held import InCatalog
-from torchremat.stores.weak import Counter
 from torchremat.tensors.copies import apart
 from torchremat.tensors.versioned import Versioned
 
@@ -21,7 +21,7 @@ class WatchedMemory:
     """A kept output that has to know whether its memory was written.
 
     Attributes:
-        others: The counters of aliases with a version counter of their own. See NOTE [ Selective recompute ], 4
+        others: The counters of aliases with their own version counter. See NOTE [ Selective recompute ], 4
     """
 
     __slots__ = ("others",)

@@ -21,7 +21,7 @@ from torchremat.state.containers import Dict
 from torchremat.state.following.code import follow_class
 from torchremat.state.following.tensors import follow_named_tensor, follow_parameters
 from torchremat.state.holders import Container, Foreign, Slots
-from torchremat.state.sharding import watch
+from torchremat.state.leaves import watch
 from torchremat.state.world import LEADS_NOWHERE, World
 
 _LONG = 1_000

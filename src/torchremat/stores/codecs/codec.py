@@ -29,7 +29,7 @@ class Encoded:
     """A tensor in fewer bytes.
 
     Attributes:
-        payload: The stored tensor: contiguous, at least one element, memory of its own, on the device of the tensor.
+        payload: The stored tensor: contiguous, at least one element, separate memory, on the device of the tensor.
         form: The metadata kept with it.
     """
 

@@ -67,7 +67,7 @@ class BFloat16:
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Floats as integers of 8 bits, each group with a scale of its own: an error of at most 1/252 of its largest value.
+    """Floats as integers of 8 bits, each group with its own scale: an error of at most 1/252 of its largest value.
 
     The last rounding to the dtype of the tensor is added to that.
 

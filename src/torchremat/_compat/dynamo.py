@@ -1,18 +1,19 @@
-"""Keeps dynamo out of a function, or lets it in."""
+"""Keeps dynamo out of a function, or lets it in, and recognises the frames that enter compiled code."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from types import CodeType, FunctionType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 
 from torchremat._compat.binding import RELEASE, private
-
-if TYPE_CHECKING:
-    from types import CodeType, FunctionType
+from torchremat.frames import TORCH, running
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -76,3 +77,29 @@ def uses_partitioner() -> bool:
 
 # Dynamo runs it while tracing, and treats its result as a constant.
 uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_FILE = TORCH + os.path.join("_dynamo", "eval_frame.py")
+_NAMES = ("_TorchDynamoContext", "OptimizedModule")
+
+
+def enters_compiled_code(code: CodeType) -> bool:
+    """Return whether a frame with this code enters compiled code."""
+    return code.co_filename == _FILE and code.co_qualname.startswith(_NAMES)
+
+
+def runs_compiled_code() -> bool:
+    """Return whether compiled code is on the caller's stack; it runs eagerly there, since a mode is on."""
+    return "torch._dynamo" in sys.modules and any(enters_compiled_code(frame.f_code) for frame in running())
+
+
+def is_compiled(item: object) -> bool:
+    """Return whether calls of a function or module run compiled code."""
+    if isinstance(item, nn.Module):
+        return type(item).__name__ == "OptimizedModule" or is_compiled_in_place(item)
+    return isinstance(item, FunctionType) and "_torchdynamo_orig_callable" in item.__dict__
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether calls of a module run compiled code by `module.compile()`."""
+    return getattr(module, "_compiled_call_impl", None) is not None

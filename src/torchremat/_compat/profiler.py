@@ -1,4 +1,4 @@
-"""Lines that torch's profiler and allocators write to stderr while bytes are recorded and that users need not see.
+"""Torch's profiler: the lines that it and the allocators write to stderr, and a notice before a user starts one.
 
 Two kinds of lines, each stopped where it is made, so that everything else gets through:
 
@@ -14,12 +14,16 @@ import ctypes
 import os
 import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
+from torch.autograd import profiler
+
+from torchremat._compat.binding import private
 
 _NOISE = re.compile(rb"USDT:.*\bprofiler_(start|stop)\s*")
 _STDERR = 2
@@ -53,7 +57,7 @@ def errors_alone() -> Generator[None]:
 
 @contextmanager
 def profiler_silenced() -> Generator[None]:
-    """Keep the profiler's own lines from stderr during a block, which has to be short.
+    """Keep the profiler's own lines from stderr during a block, which must be short.
 
     All other output in the block, by other threads too, appears when it ends.
     """
@@ -78,3 +82,26 @@ def _pass_on(caught: IO[bytes]) -> None:
     if lines:
         with suppress(OSError):
             os.write(_STDERR, b"".join(lines))
+
+
+# Every torch profiler begins with one of these, in Python: the first warms one up, the second starts it.
+_STARTS = ("_prepare_profiler", "_enable_profiler")
+for _name in _STARTS:
+    private(f"autograd.profiler.{_name}", needed_for="measuring steps under a plan")
+
+
+@contextmanager
+def before_profilers(told: Callable[[], None]) -> Generator[None]:
+    """While the block runs, call a function before any thread starts or warms up a torch profiler."""
+    names = profiler.__dict__
+    had = {name: names[name] for name in _STARTS}
+    names.update({name: partial(_told, told, start) for name, start in had.items()})
+    try:
+        yield
+    finally:
+        names.update(had)
+
+
+def _told(told: Callable[[], None], start: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+    told()
+    return start(*args, **kwargs)

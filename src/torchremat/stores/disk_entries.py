@@ -1,4 +1,4 @@
-"""One tensor in transfer to a file and back.
+"""One tensor in transfer to a file and back, and how long to wait for a disk that makes no progress.
 
 The life of a tensor:
 
@@ -17,12 +17,13 @@ on. A write to the file that began with the original is void and is done again: 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from torch import Tensor
 
-from torchremat.stores.contents import Content
+from torchremat.stores.base import Content
 from torchremat.stores.extents import Extent
 from torchremat.tensors.versioned import Versioned
 
@@ -91,3 +92,22 @@ class WriteOutcome:
     state: State
     checksum: int = 0
     message: str | None = None
+
+
+class Patience:
+    """A timeout that restarts with every move."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._moves = -1
+        self._since_s = time.monotonic()
+
+    def moved(self, moves: int) -> None:
+        """Record the number of moves so far."""
+        if moves != self._moves:
+            self._moves, self._since_s = moves, time.monotonic()
+
+    def is_over(self, moves: int) -> bool:
+        """Return whether nothing has moved for too long."""
+        self.moved(moves)
+        return time.monotonic() - self._since_s > self._timeout_s

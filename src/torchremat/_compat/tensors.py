@@ -1,19 +1,21 @@
-"""Reference counts of tensors and storages, which torch keeps but does not document."""
+"""Reference counts of tensors and storages, which torch does not document, and subclasses that wrap other tensors."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.binding import private
 
 if TYPE_CHECKING:
-    from torch import Tensor, UntypedStorage
+    from torch import UntypedStorage
     from torch.autograd.graph import Node
+
 
 _SPILL = "spill"
 
@@ -64,3 +66,21 @@ def _storage_uses() -> Callable[[int], int]:
 def sequence_of(node: Node) -> int:
     """Return the number of a node; a backward runs nodes from the highest number to the lowest."""
     return cast("Callable[[], int]", getattr(node, "_sequence_nr"))()  # noqa: B009  missing in torch's types
+
+
+is_wrapper_subclass = cast(
+    "Callable[[Tensor], bool]",
+    private("utils._python_dispatch.is_traceable_wrapper_subclass", needed_for="counting the bytes of tensors"),
+)
+
+no_torch_function = cast(
+    "Any", private("_C._disabled_torch_function_impl", needed_for="releasing gradients in the backward")
+)
+
+T = TypeVar("T", bound=Tensor)
+
+
+def shell_of(kind: type[T], tensor: Tensor) -> T:
+    """Return a tensor of a class that looks like another one and has no memory."""
+    make = cast("Callable[..., T]", private("Tensor._make_wrapper_subclass", needed_for="releasing gradients"))
+    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)

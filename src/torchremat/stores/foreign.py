@@ -1,12 +1,13 @@
-"""Bytes that others own: a view of them as long as they are alive and unwritten."""
+"""Memory that others own: viewed as long as it is alive and unwritten, and recognised as the model's."""
 
 from __future__ import annotations
 
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
+from torchremat.frames import running_modules
 from torchremat.stores.geometry import TensorPlace
 
 
@@ -88,3 +89,30 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
         if type(found) is Tensor and not found.is_inference():  # else a mode has replaced it
             _EMPTY[dtype, device] = found
     return found
+
+
+def is_leaf_of_model(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter, any other leaf that requires grad, or a view of either.
+
+    `nn.Linear` saves `weight.t()`, which is neither a leaf nor a `Parameter`.
+    """
+    base = tensor._base
+    return _is_leaf(tensor) or (base is not None and _is_leaf(base))
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter)
+
+
+def is_in_running_module(storage: UntypedStorage) -> bool:
+    """Return whether a storage belongs to a buffer or parameter that a module being called now has itself."""
+    address = storage.data_ptr()
+    for module in running_modules():
+        for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
+            # Both are alive, so equal addresses mean the same storage.
+            if type(tensor) in _PLAIN and tensor.untyped_storage().data_ptr() == address != 0:
+                return True
+    return False
+
+
+_PLAIN = (Tensor, nn.Parameter)

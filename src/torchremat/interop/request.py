@@ -1,0 +1,94 @@
+"""The options of a framework's user, the base class of their callbacks, and advice in the framework's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, check_flags
+from torchremat.planning.budgets import check_budget, relative_of
+from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words of a framework's user for a training.
+
+    Attributes:
+        owner: The object with the budget, for example "`MemoryBudget`".
+        step: The code that computes the loss of a batch.
+        taker: The object that is given the model.
+        smaller: A way to need less memory for the same training, as a sentence.
+    """
+
+    owner: str
+    step: str
+    taker: str
+    smaller: str
+
+    def advice(self, error: TorchrematError) -> str:
+        """Return advice about an error, in a sentence or two."""
+        match error:
+            case BudgetError():
+                return f"{self.smaller} Or give {self.owner} the budget that works."
+            case StepError():
+                return f"Here the step is {self.step}, on the next batch."
+            case PlanError():
+                return f"{self.owner} plans by itself: give {self.taker} what `torchremat.unwrap(model)` returns."
+            case _:
+                return (
+                    f"{self.owner} runs {self.step} several times to plan, and recomputes parts of the model in each "
+                    f"step. If the model has to stay as it is, train without {self.owner}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRequest:
+    """The user's options.
+
+    Attributes:
+        budget: As for `fit`.
+        margin: As for `fit`.
+        options: As for `fit`.
+        shapes: Whether lengths vary so much that each shape has its own plan.
+
+    Raises:
+        BudgetError: Budget or margin is not a size.
+        UnsupportedError: `shapes` is invalid.
+    """
+
+    budget: int | str
+    margin: int | str = 0
+    options: PlanOptions
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, "meta", margin=self.margin)
+        check_flags(shapes=self.shapes)
+        if self.shapes and relative_of(self.budget) is not None:
+            raise BudgetError(
+                f"budget={self.budget!r}: with shapes=True the plain peak differs from shape to shape; give the "
+                'budget in bytes, like "20GiB".'
+            )
+
+
+class MemoryBudget:
+    """The base class of the callbacks of this name: they are made from the user's options.
+
+    Args:
+        budget: See `BudgetRequest`.
+        margin: See `BudgetRequest`.
+        shapes: See `BudgetRequest`.
+        options: `cost` and `operators`; see `PlanOptions`.
+
+    Raises:
+        BudgetError: See `BudgetRequest`.
+        UnsupportedError: `shapes` or an option is invalid.
+    """
+
+    @takes(SearchKeywords)
+    def __init__(
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[SearchKeywords]
+    ) -> None:
+        super().__init__()
+        self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
