@@ -69,6 +69,7 @@ def test_a_description_by_hand_needs_no_more_than_its_fields(tmp_path):
             {"overheads": {"region_s": 1, "collected_s": -1, "replayed_s": 0}},
             "expected Overheads in seconds of at least 0: region_s, ",
         ),
+        ({"kernels": {"mm": [1, 2.5]}}, r"kernels\['mm'\] is .*expected seconds and bytes of at least 0"),
         ({"kernels": []}, r"kernels is \[\], expected a dict of MeasuredKernel by signature"),
         ({"name": ["small"]}, r"name is \['small'\], expected a str"),
         ({"version": 9}, "this torchremat reads"),
