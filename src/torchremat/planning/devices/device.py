@@ -164,8 +164,9 @@ def _problems_of(kernels: object) -> list[str]:
     for name, one in cast("Mapping[object, object]", kernels).items():
         if not isinstance(name, str) or not isinstance(one, MeasuredKernel):
             return [f"kernels[{name!r:.80}] is {one!r:.40}, expected a MeasuredKernel: seconds, and bytes"]
-        sizes: tuple[object, ...] = one.workspace_bytes, *one.storage_bytes
-        if not (_is_amount(one.seconds) and all(isinstance(size, int) and _is_amount(size) for size in sizes)):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        sizes = (one.workspace_bytes, *one.storage_bytes)
+        are_whole = all(isinstance(size, int) for size in sizes)  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        if not (are_whole and all(map(_is_amount, (one.seconds, *sizes)))):
             return [f"kernels[{name!r:.80}] is {one!r}, expected seconds and bytes of at least 0"]
     return []
 
