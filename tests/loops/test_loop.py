@@ -375,6 +375,58 @@ def test_backwards_in_several_threads():
         assert_equal(gradients, plain[1 : 1 + len(machine.leaves)])
 
 
+class Changing(nn.Module):
+    """A body whose steps change what the next one reads, at some of the steps."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.every, self.steps, self.scales = every, 0, [1.0]
+        self.table = {"shift": 0.1}
+
+    def forward(self, h, _):
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.scales.append(0.9 * self.scales[-1])
+            self.table["shift"] = 0.3 * self.steps
+            self.linear.weight.note = self.steps  # an attribute of a tensor
+        return (self.linear(h) * self.scales[-1] + self.table["shift"]).sin(), None
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_a_step_sees_what_the_steps_before_have_changed(every):
+    torch.manual_seed(0)
+    plain, found = Changing(every), Changing(every)
+    found.load_state_dict(plain.state_dict())
+
+    h = torch.ones(3)
+    for _ in range(10):
+        h, _ = plain(h, None)
+    h.sum().backward()
+    loop(found, torch.ones(3), length=10, slots=2)[0].sum().backward()
+
+    assert torch.equal(found.linear.weight.grad, plain.linear.weight.grad)
+    assert (found.steps, found.scales, found.table) == (plain.steps, plain.scales, plain.table)
+
+
+@pytest.mark.parametrize(("changes", "worlds"), [(False, 1), (True, 10)])
+def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, worlds):
+    linear, marks = nn.Linear(3, 3), []
+
+    def body(h, _):
+        if changes:
+            marks.append(0)
+        return linear(h).sin(), None
+
+    before = {id(one) for one in gc.get_objects() if type(one) is Region}
+    last, _ = loop(body, torch.ones(3), length=11, slots=2)
+    regions = [one for one in gc.get_objects() if type(one) is Region and id(one) not in before]
+
+    assert last.requires_grad
+    assert len(regions) == 10  # the last step is a plain one
+    assert len({id(one.recording.calls[0].world) for one in regions}) == worlds
+
+
 def test_ten_thousand_steps_need_no_stack_and_leave_nothing():
     w = torch.full((3,), 0.9, requires_grad=True)
     gc.collect()

@@ -20,7 +20,9 @@ Each step is a region, and the loop is what is around them: the inputs of a step
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -32,22 +34,13 @@ if TYPE_CHECKING:
     from torchremat.regions.slots import Key
 
 
-class LoopStep:
-    """A step that has run: its region, and the carry that it was given."""
-
-    __slots__ = ("carry", "region")
-
-    def __init__(self, region: Region, carry: Carry) -> None:
-        self.region = region
-        self.carry = carry
-
-
 class Carry:
     """The state that a step is given. See NOTE [ What a loop is made of ].
 
     Args:
         index: The number of that step.
-        step: The step before, None for the carry that the loop is given.
+        before: The carry before, None if that cannot be recomputed: for the first one.
+        region: The region of the step between the two.
 
     Attributes:
         held: Its tensors since the forward, if it is in a slot.
@@ -58,17 +51,18 @@ class Carry:
         waiting: Its tensors on their way to that region; each is taken once.
     """
 
-    __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "key", "places", "step", "waiting")
+    __slots__ = ("__weakref__", "before", "held", "index", "is_stored", "kept", "key", "places", "region", "waiting")
 
-    def __init__(self, index: int, step: LoopStep | None) -> None:
+    def __init__(self, index: int, before: Carry | None, region: Region | None) -> None:
         self.index = index
-        self.step = step
+        self.before = before
+        self.region = region
         self.held: list[HeldTensor] | None = None
         self.is_stored = False
         self.kept: list[Tensor] | None = None
         self.key: Key | None = None
-        self.places: list[int] = []
-        self.waiting: dict[int, Tensor] = {}
+        self.places: Sequence[int] = ()
+        self.waiting: dict[int, Tensor] | None = None
 
     @property
     def is_here(self) -> bool:
@@ -91,7 +85,7 @@ class Carry:
 
     def drop(self) -> None:
         """Free its slot, if it can be recomputed."""
-        if self.step is None:
+        if self.before is None:
             return
         self.forget()
         if not self.is_stored:
@@ -107,31 +101,30 @@ class HeldInput(HeldTensor):
 
     Args:
         tensor: The tensor, of no subclass and without attributes.
-        source: Brings it back.
     """
 
     __slots__ = ()
 
-    def __init__(self, tensor: Tensor, source: InputSource) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
-        self._kept = source
-        self._unpack = InputSource.unpack
+        self._kept = None
+        self._unpack = _unpack
         self._alias = self._original = self._attributes = None
 
-    def unpack(self) -> Tensor:
-        """Return the tensor for a recompute, a leaf of its own."""
-        alias = cast("InputSource", self._kept).unpack().detach()
-        return alias.requires_grad_() if self.requires_grad else alias
-
-
-class InputSource(Protocol):
-    """What the region of a step holds in place of a tensor."""
-
-    def unpack(self) -> Tensor:
+    @abstractmethod
+    def bring(self) -> Tensor:
         """Return the tensor.
 
         Raises:
             ChangedError: It was written in place since the forward.
         """
-        ...
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, a leaf of its own."""
+        alias = self.bring().detach()
+        return alias.requires_grad_() if self.requires_grad else alias
+
+
+def _unpack(input: HeldInput) -> Tensor:
+    return input.bring()

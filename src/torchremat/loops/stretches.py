@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, LoopStep
+from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import next_border
 from torchremat.tensors.structure import tensors_in
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
 
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
@@ -80,8 +83,9 @@ class Stretches:
         if held is not None and carry.kept is None and not held[place].is_hooked:
             return held[place].unpack()
         with self._lock:
-            if place not in carry.waiting:
+            if carry.waiting is None or place not in carry.waiting:
                 self._bring(carry)
+                assert carry.waiting is not None
             return carry.waiting.pop(place)
 
     def _bring(self, carry: Carry) -> None:
@@ -90,26 +94,25 @@ class Stretches:
         if carry.is_here:
             carry.wait(self._tensors(carry))
             return
-        path: list[LoopStep] = []
+        path: list[Carry] = []
         start = carry
         while not start.is_here:
-            if start.step is None:
+            if start.before is None:
                 raise bug(f"carry {start.index} is neither in a slot nor made by a step")
-            path.append(start.step)
-            start = start.step.carry
+            path.append(start)
+            start = start.before
         tensors = self._tensors(start)
         border = self._next(start.index, carry.index)
         began = carry.index // self.block * self.block  # from here on steps are recorded
+        here = start
         while path:
-            step = path.pop()
-            here = step.carry
+            following = path.pop()
             here.wait(tensors)
             del tensors
             try:
-                records = self._key if here.index >= began else None
-                output = step.region.advance(records)
+                output = cast("Region", following.region).advance(self._key if here.index >= began else None)
             finally:
-                here.waiting.clear()
+                here.waiting = None
             # The body of a step returns the next carry first.
             tensors = tensors_in(cast("tuple[object, object]", output)[0])
             del output
@@ -118,11 +121,11 @@ class Stretches:
                     f"step {here.index} of a loop returned a carry of {len(tensors)} tensors in its recompute, and of "
                     f"{self.width} in its forward."
                 )
-            if border is not None and here.index + 1 == border:
-                following = path[-1].carry if path else carry
+            if border is not None and following.index == border:
                 following.keep(tensors, self._key)
                 self._put(following)
                 border = self._next(border, carry.index)
+            here = following
         carry.wait(tensors)
 
     def _begin(self, key: Key | None) -> None:
@@ -170,16 +173,31 @@ def _end(stretches: ReferenceType[Stretches]) -> None:
         alive.end()
 
 
-class CarriedInput:
-    """What the region of a step holds in place of a tensor of its carry: the number `place` there."""
+class CarriedInput(HeldInput):
+    """What the region of a step holds in place of a tensor of its carry.
+
+    Args:
+        tensor: The tensor.
+        stretches: The carries.
+        carry: The carry.
+        place: The number of the tensor there.
+    """
 
     __slots__ = ("carry", "place", "stretches")
 
-    def __init__(self, stretches: Stretches, carry: Carry, place: int) -> None:
+    def __init__(self, tensor: Tensor, stretches: Stretches, carry: Carry, place: int) -> None:
+        super().__init__(tensor)
         self.stretches = stretches
         self.carry = carry
         self.place = place
 
-    def unpack(self) -> Tensor:
+    def bring(self) -> Tensor:
         """Return the tensor, after recomputing the stretch up to the carry if it is not in a slot."""
         return self.stretches.input_of(self.carry, self.place)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, a leaf of its own."""
+        held = self.carry.held
+        if held is not None and self.carry.kept is None and not held[self.place].is_hooked:
+            return held[self.place].unpack()
+        return super().unpack()
