@@ -45,21 +45,22 @@ def test_a_recorded_step_costs_what_it_saves():
 
     peak, schedule = wave.peak_bytes(budget=6 * CARRY)
 
-    # A carry and a product for each step, of which the first step's carry is in a slot.
+    # A carry and a product for each step, of which the first carry of a stretch is in a slot.
     assert (schedule.carry_bytes, schedule.step_bytes, schedule.shared_bytes) == (CARRY, 2 * CARRY, CARRY)
-    assert (schedule.slots, schedule.block, schedule.saved_bytes) == (3, 2, 6 * CARRY)
-    assert peak - one == schedule.saved_bytes - 2 * CARRY  # one slot and one product
+    assert (schedule.slots, schedule.units, schedule.saved_bytes) == (4, 6, 6 * CARRY)
+    assert peak - one == schedule.saved_bytes - 3 * CARRY  # one slot and one step
 
 
-@pytest.mark.parametrize("carries", [2, 3, 4, 7, 10, 16, 25, 40])
-def test_a_budget_is_kept(carries):
+@pytest.mark.parametrize("carries", [3, 4, 7, 10, 16, 25, 40, 60])
+def test_a_budget_is_kept_to_the_byte(carries):
     wave = Wave()
-    least, _ = wave.peak_bytes(budget=2 * CARRY)
+    least, smallest = wave.peak_bytes(budget=3 * CARRY)
 
     peak, schedule = wave.peak_bytes(budget=carries * CARRY)
 
-    assert schedule.saved_bytes <= carries * CARRY
-    assert peak - least <= (carries - 2) * CARRY
+    assert smallest.saved_bytes == 3 * CARRY
+    assert schedule.saved_bytes == carries * CARRY
+    assert peak - least == schedule.saved_bytes - smallest.saved_bytes
 
 
 def test_a_store_holds_the_carries_between_periods():

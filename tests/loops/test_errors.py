@@ -105,11 +105,12 @@ def test_a_loop_that_never_begins_returns_its_carry():
 
 @pytest.mark.parametrize("options", [{"length": 5}, {"condition": lambda h: True}])
 def test_a_budget_below_one_step(options):
-    # A carry, and beyond it the product.
-    with pytest.raises(BudgetError, match=r"a budget of 23 B is below one step .* Smallest budget that works: 24 B"):
-        loop(good, h0, budget=23, **options)
+    # The first carry; the carry of a recorded step and its product.
+    with pytest.raises(BudgetError, match=r"a budget of 35 B is below one step .* Smallest budget that works: 36 B"):
+        loop(good, h0, budget=35, **options)
 
-    assert loop(good, h0, length=5, budget=24)[0].requires_grad
+    assert loop(good, h0, length=5, budget=36)[0].requires_grad
+    assert loop(good, h0, length=1, budget=24)[0].requires_grad
 
 
 def test_a_body_that_writes_its_carry():

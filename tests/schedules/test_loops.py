@@ -107,14 +107,16 @@ def test_borders_with_a_store():
 
     assert borders.in_store == {0, 6, 12, 18}
     assert borders.in_slots == {19}
-    assert borders.kept_from == 19
+    assert borders.kept_blocks == (19,)
 
 
 def test_budgets_below_one_step():
-    with pytest.raises(BudgetError, match=r"a budget of 7 B .* a carry has 4 B, and autograd saves 4 B beyond it"):
+    with pytest.raises(BudgetError, match=r"a budget of 7 B .* a carry has 4 B, and autograd saves 4 B in a step"):
         within_bytes(10, 4, 4, 7)
-    with pytest.raises(BudgetError, match=r"a budget of 7 B .* 4 B beyond it.* Smallest budget that works: 8 B"):
-        within_bytes(10, 4, 6, 7, shared_bytes=2)
+    with pytest.raises(BudgetError, match=r"a budget of 9 B .* saves 6 B .* Smallest budget that works: 10 B"):
+        within_bytes(10, 4, 6, 9, shared_bytes=2)
+    with pytest.raises(BudgetError, match=r"a budget of 7 B .* saves 4 B .* Smallest budget that works: 8 B"):
+        within_bytes(1, 4, 6, 7, shared_bytes=2)
 
 
 def test_what_no_schedule_is():

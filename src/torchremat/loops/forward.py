@@ -52,6 +52,7 @@ class Forward:
 
     def run_plainly(self, index: int, carry: object) -> object:
         """Run a step as it is and return its output; autograd keeps its saved tensors."""
+        self._before = self._region = None  # nothing recomputes it
         return self.body(carry, self.slices.at(index))
 
     def run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
@@ -14,7 +16,8 @@ from torchremat.errors import CheckpointError, bug
 from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
-from torchremat.schedules.binomial import next_border
+from torchremat.schedules.binomial import CarrySlots
+from torchremat.schedules.mixtures import MixtureTable
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
@@ -31,17 +34,20 @@ class Stretches:
         width: The number of tensors in a carry.
 
     Attributes:
-        slots: How many carries are in memory at a time, at least 1.
+        division: How a stretch is divided when it runs again.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
             only at the beginning of a block.
+        kept: The blocks that were recorded in the forward, in order.
     """
 
-    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "block", "slots", "width")
+    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "_recorded", "block", "division", "kept", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.slots = 1
+        self.division: CarrySlots | MixtureTable = CarrySlots(1)
         self.block = 1
+        self.kept: Sequence[int] = ()
+        self._recorded: dict[int, int] = {}  # the blocks recorded in this backward, with their units
         self._carries: list[ReferenceType[Carry]] = []  # those in slots, in the order of the steps
         self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
@@ -53,7 +59,7 @@ class Stretches:
     def _put(self, carry: Carry) -> None:
         """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
         inside = self._in_slots()
-        while len(inside) >= self.slots and inside[-1].index > carry.index:
+        while len(inside) * self.division.carry >= self.division.units and inside[-1].index > carry.index:
             inside.pop().drop()
         place = len(inside)
         while place and inside[place - 1].index > carry.index:
@@ -102,15 +108,15 @@ class Stretches:
             path.append(start)
             start = start.before
         tensors = self._tensors(start)
-        border = self._next(start.index, carry.index)
-        began = carry.index // self.block * self.block  # from here on steps are recorded
+        held, recorded = self._marks(start.index, carry.index)
         here = start
         while path:
             following = path.pop()
             here.wait(tensors)
             del tensors
             try:
-                output = cast("Region", following.region).advance(self._key if here.index >= began else None)
+                is_recorded = here.index // self.block in recorded
+                output = cast("Region", following.region).advance(self._key if is_recorded else None)
             finally:
                 here.waiting = None
             # The body of a step returns the next carry first.
@@ -121,10 +127,9 @@ class Stretches:
                     f"step {here.index} of a loop returned a carry of {len(tensors)} tensors in its recompute, and of "
                     f"{self.width} in its forward."
                 )
-            if border is not None and following.index == border:
+            if following.index in held:
                 following.keep(tensors, self._key)
                 self._put(following)
-                border = self._next(border, carry.index)
             here = following
         carry.wait(tensors)
 
@@ -133,6 +138,7 @@ class Stretches:
         if key == self._key:
             return
         self._key = key
+        self._recorded.clear()
         self._forget_all_but(key)
         if isinstance(key, int):
             at_end_of_backward(partial(_end, ref(self)))
@@ -159,12 +165,24 @@ class Stretches:
             self._put(carry)
         return tensors
 
-    def _next(self, first: int, last: int) -> int | None:
-        """Return the next carry to put into a slot in a recompute, from the one of `first` up to that of `last`."""
-        free = self.slots - sum(one.index <= first for one in self._in_slots())
-        blocks = last // self.block - first // self.block + 1
-        length = next_border(blocks, max(free, 0) + 1)
-        return None if length is None else (first // self.block + length) * self.block
+    def _marks(self, first: int, last: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Return what a stretch leaves that runs again from the carry of step `first` up to that of `last`.
+
+        Returns:
+            The steps whose carries are held, and the blocks that are recorded.
+        """
+        division, block = self.division, self.block
+        start = first // block
+        self._recorded = {one: units for one, units in self._recorded.items() if one < start}
+        kept = self.kept[: bisect_left(self.kept, start)]
+        held = [one.index for one in self._in_slots() if one.index <= first and one.index // block not in kept]
+        used = len(held) * division.carry + len(kept) * division.step + sum(self._recorded.values())
+        marks = division.marks(division.units - used, last // block - start + 1)
+        if self._key is not None:
+            for one in marks.recorded:
+                self._recorded[start + one] = division.own if one == 0 or one in marks.held else division.step
+        held_steps = [(start + one) * block for one in marks.held]
+        return frozenset(held_steps), frozenset([start + one for one in marks.recorded])
 
 
 def _end(stretches: ReferenceType[Stretches]) -> None:

@@ -15,6 +15,7 @@ from torchremat.loops.slices import Slices
 from torchremat.loops.stretches import Stretches
 from torchremat.loops.watching import Keeping, Measuring, StepBytes
 from torchremat.regions.settings import Settings
+from torchremat.schedules.binomial import CarrySlots
 from torchremat.schedules.loops import LoopSchedule, with_store, within_bytes
 from torchremat.schedules.online import OnlineBorders
 from torchremat.stores.offloading import Offload, offload
@@ -51,20 +52,23 @@ class KnownWay:
         store: Where carries wait beyond the slots.
 
     Attributes:
-        keeps_all: Whether autograd keeps the saved tensors of all steps.
+        keeps_first: Whether autograd keeps the saved tensors of the first step.
     """
 
     def __init__(self, forward: Forward, schedule: LoopSchedule, store: Offload | None) -> None:
-        forward.stretches.slots, forward.stretches.block = schedule.slots, schedule.block
         self._forward = forward
-        self._borders = schedule.borders()
+        self._borders = borders = schedule.borders()
         self._store = store
-        self.keeps_all = self._borders.kept_from == 0
+        self._block = schedule.block
+        self._kept = frozenset(borders.kept_blocks)
+        self.keeps_first = 0 in self._kept
+        stretches = forward.stretches
+        stretches.division, stretches.block, stretches.kept = schedule.division, schedule.block, borders.kept_blocks
 
     def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output."""
         borders = self._borders
-        if index >= borders.kept_from:
+        if index // self._block in self._kept:
             return self._forward.run_plainly(index, carry)
         if index in borders.in_store:
             return self._forward.run(index, carry, tensors, in_slot=True, store=self._store)
@@ -80,7 +84,7 @@ class OnlineWay:
     """
 
     def __init__(self, forward: Forward, slots: int) -> None:
-        forward.stretches.slots = slots
+        forward.stretches.division = CarrySlots(slots)
         self._forward = forward
         self._borders = OnlineBorders(slots)
         # A policy keeps tensors in slots of its own.
@@ -121,7 +125,7 @@ class BudgetedWay:
             BudgetError: The first step does not fit.
         """
         if self._way is not None:
-            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_all):
+            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_first):
                 self._measuring.let_go()
             return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
@@ -161,7 +165,10 @@ def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: L
                 f"a budget of {format_bytes(request.budget_bytes)} is below what {steps} steps keep of the generators "
                 f"that they draw from, {format_bytes(found.state)} each."
             )
-        return follow(within_bytes(steps, found.carry, found.step, budget_bytes, shared_bytes=found.shared))
+        mixes = store is None
+        return follow(
+            within_bytes(steps, found.carry, found.step, budget_bytes, shared_bytes=found.shared, mixes=mixes)
+        )
 
     if request.slots is None:
         return BudgetedWay(forward, within)

@@ -2,16 +2,18 @@
 
 A block is a run of steps whose saved tensors are in memory together; carries are kept between blocks alone. With blocks
 of one step the schedule is that of `binomial.py`. With blocks of the square root of the length, and a slot for each, it
-is the checkpoint by hand: each step runs once more. A budget in bytes may lie anywhere between the two.
+is the checkpoint by hand: each step runs once more. A budget in bytes may lie anywhere between the two; and where it is
+tight, a mixture of carries and recorded blocks may be better than either, see `mixtures.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import gcd, isqrt
 
 from torchremat.errors import BudgetError, ScheduleError
-from torchremat.schedules.binomial import advances, first_borders
+from torchremat.schedules.binomial import CarrySlots, advances, first_borders
+from torchremat.schedules.mixtures import MixtureTable, mixture
 from torchremat.tensors.sizes import format_bytes
 
 # NOTE [ The bound ]
@@ -30,6 +32,11 @@ from torchremat.tensors.sizes import format_bytes
 _UNITS = 512
 _MOST_REPEATS = 64
 
+# A mixture is found in about 50 ms if its table has at most so many entries times its steps; beyond, steps are joined
+# to blocks of a few.
+_MOST_WORK = 34_000_000
+_MOST_UNITS = 96
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSchedule:
@@ -42,7 +49,10 @@ class LoopSchedule:
         period: A carry goes to a store after so many blocks; None without a store.
         carry_bytes: Of one carry, None if not measured.
         step_bytes: What autograd saves in one step, None if not measured.
-        shared_bytes: The part of that which is the step's carry, and in its slot if a block begins with the step.
+        shared_bytes: The part of that which is the step's carry, which may be in a slot at the same time.
+        units: With a mixture, how many units carries and recorded blocks share; else None.
+        unit_bytes: Of one unit.
+        is_best: Whether no schedule with as many bytes runs fewer steps again, as a table of all of them shows.
     """
 
     steps: int | None
@@ -52,6 +62,9 @@ class LoopSchedule:
     carry_bytes: int | None = None
     step_bytes: int | None = None
     shared_bytes: int = 0
+    units: int | None = None
+    unit_bytes: int = 1
+    is_best: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "slots", "block", "period"):
@@ -62,16 +75,42 @@ class LoopSchedule:
             raise ScheduleError("slots=1: a store needs two slots, one for the carry that is back from it")
 
     @property
+    def blocks(self) -> int:
+        """The number of blocks of a loop whose length is known."""
+        assert self.steps is not None
+        return -(-self.steps // self.block)
+
+    @property
+    def division(self) -> CarrySlots | MixtureTable:
+        """How the steps of a stretch are divided when they run again."""
+        if self.units is None:
+            return CarrySlots(self.slots)
+        carry, step, unit = self.carry_bytes or 1, self.block * (self.step_bytes or 1), self.unit_bytes
+        return mixture(
+            self.blocks, self.units, -(-carry // unit), -(-step // unit), -(-(step - self.shared_bytes) // unit)
+        )
+
+    @property
     def saved_bytes(self) -> int | None:
         """The most bytes that slots and recorded steps hold together, None if not measured."""
         if self.carry_bytes is None or self.step_bytes is None:
             return None
-        return self.slots * self.carry_bytes + self.block * self.step_bytes - self.shared_bytes
+        division = self.division
+        if isinstance(division, MixtureTable):
+            return division.most(self.blocks).units * self.unit_bytes
+        # With a slot for each block the last one begins with a carry in a slot; else that carry passes by.
+        shared = 0 if self.steps is None or self.slots < self.blocks else self.shared_bytes
+        return self.slots * self.carry_bytes + self.block * self.step_bytes - shared
 
     @property
     def recomputed_steps(self) -> int | None:
         """How many steps run again in the backward, None if the length is not known."""
-        return None if self.steps is None else _recomputed(self.steps, self.slots, self.block, self.period)
+        if self.steps is None:
+            return None
+        division = self.division
+        if isinstance(division, MixtureTable):
+            return self.block * ((division.runs(self.blocks) or 0) - self.blocks)
+        return _recomputed(self.steps, self.slots, self.block, self.period)
 
     def least_recomputed(self) -> int | None:
         """Return a lower bound on that number for all schedules with as many bytes; None if they are not known.
@@ -82,8 +121,10 @@ class LoopSchedule:
             return None
         saved = self.saved_bytes
         own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
+        if self.is_best:
+            return self.recomputed_steps
         if saved is None or not (self.carry_bytes and own_bytes):
-            return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 else None
+            return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 and self.units is None else None
         return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
 
     def borders(self) -> Borders:
@@ -94,25 +135,33 @@ class LoopSchedule:
         """
         if self.steps is None:
             raise ScheduleError("the length of the loop is not known before it ends")
-        blocks = -(-self.steps // self.block)
-        kept_from = (blocks - 1) * self.block
+        blocks, division = self.blocks, self.division
+        if isinstance(division, MixtureTable):
+            marks = division.first_marks(blocks)
+            found = [block * self.block for block in marks.held]
+            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_blocks=marks.recorded)
+        kept = (blocks - 1,)
         period = self.period
         if period is None:
             found = [block * self.block for block in first_borders(blocks, self.slots)]
-            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_from=kept_from)
+            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_blocks=kept)
         start = (blocks - 1) // period * period
         last = [(start + block) * self.block for block in first_borders(blocks - start, self.slots)]
         stored = [block * self.block for block in range(0, start + 1, period)]
-        return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_from=kept_from)
+        return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_blocks=kept)
 
     def __str__(self) -> str:
         words = [f"{self.slots} slot{'s' if self.slots > 1 else ''}"]
+        if self.units is not None:
+            words = [f"up to {self.slots} carr{'ies' if self.slots > 1 else 'y'}"]
         if self.steps is not None:
             words.insert(0, f"{self.steps} steps")
         if self.carry_bytes is not None:
             words[-1] += f" of {format_bytes(self.carry_bytes)}"
         if self.block > 1:
             words.append(f"blocks of {self.block} steps")
+        if self.units is not None:
+            words.append("and recorded steps in their place")
         if self.period is not None:
             words.append(f"a carry to the store every {self.period * self.block} steps")
         if self.saved_bytes is not None:
@@ -132,12 +181,12 @@ class Borders:
     Attributes:
         in_slots: The carries in slots.
         in_store: The carries in a store.
-        kept_from: The first of the steps whose saved tensors autograd keeps, since backward begins with them.
+        kept_blocks: The blocks whose saved tensors autograd keeps, in order; backward begins with the last.
     """
 
     in_slots: frozenset[int]
     in_store: frozenset[int]
-    kept_from: int
+    kept_blocks: tuple[int, ...]
 
 
 def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
@@ -152,7 +201,13 @@ def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
 
 
 def within_bytes(
-    steps: int | None, carry_bytes: int, step_bytes: int, budget_bytes: int, *, shared_bytes: int = 0
+    steps: int | None,
+    carry_bytes: int,
+    step_bytes: int,
+    budget_bytes: int,
+    *,
+    shared_bytes: int = 0,
+    mixes: bool = True,
 ) -> LoopSchedule:
     """Return the schedule of blocks and slots that runs the fewest steps again within a budget.
 
@@ -162,18 +217,19 @@ def within_bytes(
         step_bytes: What autograd saves in one step.
         budget_bytes: For carries in slots and recorded steps.
         shared_bytes: The part of `step_bytes` which is the step's carry.
+        mixes: Whether recorded blocks may take the place of carries.
 
     Raises:
         BudgetError: It is below one carry and one step.
         ScheduleError: There are no steps.
     """
     carry_bytes = max(carry_bytes, 1)
-    budget_bytes += shared_bytes
-    if budget_bytes < carry_bytes + step_bytes:
+    own_bytes = step_bytes - shared_bytes if steps == 1 else step_bytes
+    if budget_bytes < carry_bytes + own_bytes:
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes - shared_bytes)} is below one step of the loop: a carry has "
-            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(step_bytes - shared_bytes)} beyond it. "
-            f"Smallest budget that works: {format_bytes(carry_bytes + step_bytes - shared_bytes)}."
+            f"a budget of {format_bytes(budget_bytes)} is below one step of the loop: a carry has "
+            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(own_bytes)} in a step. "
+            f"Smallest budget that works: {format_bytes(carry_bytes + own_bytes)}."
         )
     if steps is None:
         slots = (budget_bytes - step_bytes) // carry_bytes
@@ -183,13 +239,14 @@ def within_bytes(
     root = isqrt(steps)
     # Of all blocks that divide the loop into as many, the shortest leaves the most bytes to slots.
     lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 1))}
-    found = [
-        (_recomputed(steps, slots, block, None), block, slots)
-        for block in sorted(lengths)
-        if (slots := min((budget_bytes - block * step_bytes) // carry_bytes, -(-steps // block))) > 0
-    ]
+    found: list[tuple[int, int, int]] = []
+    for block in sorted(lengths):
+        blocks, left = -(-steps // block), budget_bytes - block * step_bytes
+        slots = blocks if blocks * carry_bytes <= left + shared_bytes else left // carry_bytes
+        if slots > 0:
+            found.append((_recomputed(steps, slots, block, None), block, slots))
     _, block, slots = min(found)
-    return LoopSchedule(
+    schedule = LoopSchedule(
         steps=steps,
         slots=slots,
         block=block,
@@ -197,6 +254,31 @@ def within_bytes(
         step_bytes=step_bytes,
         shared_bytes=shared_bytes,
     )
+    return _mixed(schedule, budget_bytes) if mixes else schedule
+
+
+def _mixed(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
+    """Return a schedule with a mixture if it runs fewer steps again within the budget, else the one given."""
+    steps, carry, step, fewest = schedule.steps, schedule.carry_bytes, schedule.step_bytes, schedule.recomputed_steps
+    assert steps is not None and carry is not None and step is not None and fewest is not None
+    if fewest == 0:
+        return replace(schedule, is_best=True)
+    unit = max(gcd(carry, step, schedule.shared_bytes), -(-budget_bytes // _MOST_UNITS))
+    units = budget_bytes // unit
+    block = 1
+    if steps * steps * (units + 1) > _MOST_WORK:
+        block = -(-steps // isqrt(2 * _MOST_WORK // (3 * (units + 1))))
+    found = replace(schedule, block=block, units=units, unit_bytes=unit)
+    division = found.division
+    assert isinstance(division, MixtureTable)
+    runs = division.runs(found.blocks)
+    if runs is None:
+        return schedule
+    # The table has all schedules if nothing is rounded, and if a recorded step has its carry and so takes its place.
+    is_best = block == 1 and not (carry % unit or step % unit) and schedule.shared_bytes == carry
+    if block * (runs - found.blocks) >= fewest:
+        return replace(schedule, is_best=is_best)
+    return replace(found, slots=max(division.most(found.blocks).carries, 1), is_best=is_best)
 
 
 def with_store(schedule: LoopSchedule, transfer_steps: float) -> LoopSchedule:
