@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchremat import Disk, loop, measure
+from logs import Count
+from torchremat import Disk, Host, loop, measure
 
 ELEMENTS = 2**16
 CARRY = 4 * ELEMENTS
@@ -63,12 +64,65 @@ def test_a_budget_is_kept_to_the_byte(carries):
     assert peak - least == schedule.saved_bytes - smallest.saved_bytes
 
 
-def test_a_store_holds_the_carries_between_periods():
+def test_a_store_holds_the_carries_that_the_schedule_says():
     wave, store = Wave(), Disk()
 
     _, schedule = wave.peak_bytes(slots=4, stores=(store,))
 
-    # The peak is not the same each time: a carry is in memory until the disk has it.
-    assert schedule.period == 5
-    assert store.statistics.peak_stored_bytes == 8 * CARRY  # of 40 carries every fifth
+    # The peak in memory is not the same each time: a carry is there until the disk has it.
+    places = list(schedule.hierarchy.first_places().values())
+    assert str(schedule) == "40 steps, 4 slots, 25 carries to the store and 25 back, 49 steps run again"
+    assert store.statistics.peak_stored_bytes == places.count(1) * CARRY
     assert store.statistics.stored_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [None, 8 * CARRY])
+@pytest.mark.parametrize(("host", "disk"), [(2, 3), (1, 1), (3, None)])
+def test_stores_with_limits_are_used_in_order_and_never_refuse(host, disk, budget):
+    wave, runs = Wave(), Count()
+    stores = Host(host * CARRY), Disk(limit=None if disk is None else disk * CARRY)
+    schedules = []
+
+    def body(h, _):
+        runs.up()
+        return wave.body(h, _)
+
+    options = {"slots": 2} if budget is None else {"budget": budget}
+    # Not `h0` itself: what is in memory anyway is not read from a store.
+    last, _ = loop(
+        body, wave.h0.clone(), length=40, stores=stores, transfer_steps=(1, 6), on_schedule=schedules.append, **options
+    )
+    last.sum().backward()
+    found, wave.w.grad = wave.w.grad, None
+    h = wave.h0
+    for _ in range(40):
+        h, _ = wave.body(h, None)
+    h.sum().backward()
+
+    traffic = schedules[0].hierarchy.traffic()
+    statistics = [one.statistics for one in stores]
+    assert torch.equal(found, wave.w.grad)
+    assert runs.value == 40 + schedules[0].recomputed_steps
+    assert sum(one.copied_out_bytes for one in statistics) == traffic.writes * CARRY
+    assert sum(one.copied_in_bytes for one in statistics) == traffic.reads * CARRY
+    assert [one.refused for one in statistics] == [0, 0]
+    assert [one.stored_bytes for one in statistics] == [0, 0]
+    assert statistics[0].peak_stored_bytes == host * CARRY
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_store_with_a_limit_runs_what_its_schedule_says(slots, room):
+    wave, store, runs, schedules = Wave(), Host(room * CARRY, pin=False), Count(), []
+
+    def body(h, _):
+        runs.up()
+        return wave.body(h, _)
+
+    options = {"transfer_steps": 0, "on_schedule": schedules.append}
+    loop(body, wave.h0.clone(), length=23, slots=slots, stores=(store,), **options)[0].sum().backward()
+
+    assert runs.value == 23 + schedules[0].recomputed_steps
+    assert store.statistics.copied_in_bytes == schedules[0].hierarchy.traffic().reads * CARRY
+    assert store.statistics.peak_stored_bytes == room * CARRY
+    assert store.statistics.refused == 0

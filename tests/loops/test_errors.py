@@ -81,7 +81,7 @@ def test_carries(carry, message):
         ({"length": 3, "condition": bool, "slots": 2}, "length= and condition= contradict"),
         ({"length": 3, "max_length": 3, "slots": 2}, "max_length= is for a loop with a condition="),
         ({"condition": bool, "stores": [object()], "slots": 2}, "stores= need a length"),
-        ({"length": 3, "stores": [object()], "slots": 1}, "stores= needs at least two slots"),
+        ({"length": 3, "slots": 2, "transfer_steps": [1, 2]}, "has 2 times, and stores= 0 stores"),
         ({"length": 3, "slots": 2, "transfer_steps": -1}, "transfer_steps=-1"),
         ({"length": 3, "slots": 2, "check": "all"}, "check='all'"),
     ],

@@ -44,21 +44,21 @@ class Carry:
 
     Attributes:
         held: Its tensors since the forward, if it is in a slot.
-        is_stored: Whether these are in a store, and take no slot.
+        store: The number of the store where these are, 0 if they are in a slot.
         kept: Its tensors in a backward, if it is in a slot, and while the step runs for the first time.
         key: That backward, or session.
         places: Which of its tensors the region of the step asks for: others it holds by itself, or twice.
         waiting: Its tensors on their way to that region; each is taken once.
     """
 
-    __slots__ = ("__weakref__", "before", "held", "index", "is_stored", "kept", "key", "places", "region", "waiting")
+    __slots__ = ("__weakref__", "before", "held", "index", "kept", "key", "places", "region", "store", "waiting")
 
     def __init__(self, index: int, before: Carry | None, region: Region | None) -> None:
         self.index = index
         self.before = before
         self.region = region
         self.held: list[HeldTensor] | None = None
-        self.is_stored = False
+        self.store = 0
         self.kept: list[Tensor] | None = None
         self.key: Key | None = None
         self.places: Sequence[int] = ()
@@ -72,7 +72,7 @@ class Carry:
     @property
     def takes_slot(self) -> bool:
         """Whether its tensors are in memory."""
-        return self.kept is not None or (self.held is not None and not self.is_stored)
+        return self.kept is not None or (self.held is not None and not self.store)
 
     def keep(self, tensors: list[Tensor], key: Key | None) -> None:
         """Take a slot in a backward or session."""
@@ -88,7 +88,7 @@ class Carry:
         if self.before is None:
             return
         self.forget()
-        if not self.is_stored:
+        if not self.store:
             self.held = None
 
     def wait(self, tensors: list[Tensor]) -> None:

@@ -20,7 +20,6 @@ from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
-from torchremat.stores.offloading import Offload
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import split
 
@@ -44,7 +43,7 @@ class Forward:
         self.stretches = stretches
         self.settings = settings
         self.is_transformed = is_transformed()
-        self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
+        self.held = HeldSlices(slices.tensors, stretches.held_tensor)
         self._before: Carry | None = None  # of the step that ran last
         self._region: Region | None = None
         self._template: object = None  # of the arguments of every step
@@ -61,8 +60,7 @@ class Forward:
         carry: object,
         tensors: list[Tensor],
         *,
-        in_slot: bool,
-        store: Offload | None = None,
+        place: int | None,
         settings: Settings | None = None,
     ) -> object:
         """Run a step as a region and return its output.
@@ -71,8 +69,7 @@ class Forward:
             index: The number of the step.
             carry: Its carry.
             tensors: The tensors in it.
-            in_slot: Whether the carry is held.
-            store: Where it waits, if not in memory.
+            place: Where the carry is held, 0 for a slot, n for the n-th store; None if it is dropped.
             settings: How this region behaves, if not as the others.
         """
         slices = self.slices.tensors_at(index)
@@ -80,13 +77,8 @@ class Forward:
         here = Carry(index, self._before, self._region)
         settings = settings or self.settings
         region = new_region(settings if index else self._checked(settings, tensors))
-        if store is not None:
-            with store:
-                here.held = [region.held_tensor(one) for one in tensors]
-            here.is_stored = True
-        elif in_slot or self._before is None:
-            here.held = [region.held_tensor(one) for one in tensors]
-            self.stretches.add(here)
+        if place is not None or self._before is None:
+            self.stretches.hold(here, tensors, place or 0)
         here.kept = tensors  # a backward inside the step may ask for it
         held = self._held(here, tensors, slices)
         try:
@@ -103,6 +95,11 @@ class Forward:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
             self._before, self._region = (here, region) if region.recording.calls else (None, None)
+
+    def move(self, tensors: list[Tensor], place: int) -> None:
+        """Move the carry of the last step to a store."""
+        if self._before is not None:
+            self.stretches.hold(self._before, tensors, place)
 
     def _held(self, here: Carry, tensors: list[Tensor], slices: list[Tensor]) -> dict[int, HeldTensor]:
         """Return, by id, how the region of a step holds its tensors: by the loop, except for parameters."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
-from torchremat._compat.autograd import at_end_of_backward
+from torchremat._compat.autograd import at_end_of_backward, set_grad_mode
 from torchremat.errors import CheckpointError, bug
 from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import CarrySlots
+from torchremat.schedules.hierarchies import Hierarchy
 from torchremat.schedules.mixtures import MixtureTable
+from torchremat.stores.offloading import Offload
+from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
@@ -32,18 +36,39 @@ class Stretches:
 
     Args:
         width: The number of tensors in a carry.
+        held_tensor: How one of them is held.
 
     Attributes:
         division: How a stretch is divided when it runs again.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
             only at the beginning of a block.
         kept: The blocks that were recorded in the forward, in order.
+        stores: Where carries wait beyond the slots.
+        hierarchy: Which of them, None without stores.
     """
 
-    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "_recorded", "block", "division", "kept", "width")
+    __slots__ = (
+        "__weakref__",
+        "_carries",
+        "_key",
+        "_lock",
+        "_recorded",
+        "_stored",
+        "block",
+        "division",
+        "held_tensor",
+        "hierarchy",
+        "kept",
+        "stores",
+        "width",
+    )
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, held_tensor: Callable[[Tensor], HeldTensor] = HeldTensor) -> None:
         self.width = width
+        self.held_tensor = held_tensor
+        self.stores: Sequence[Offload] = ()
+        self.hierarchy: Hierarchy | None = None
+        self._stored: list[ReferenceType[Carry]] = []
         self.division: CarrySlots | MixtureTable = CarrySlots(1)
         self.block = 1
         self.kept: Sequence[int] = ()
@@ -52,9 +77,25 @@ class Stretches:
         self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
 
-    def add(self, carry: Carry) -> None:
-        """Note that a carry is in a slot from now on, the last one so far."""
+    def hold(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        """Hold a carry from now on, the last one so far: in a slot, or with `place` in the store of this number."""
+        if place:
+            self._store(carry, tensors, place)
+            return
+        carry.held = [self.held_tensor(one) for one in tensors]
         self._carries.append(ref(carry))
+
+    def _store(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        had_grad = torch.is_grad_enabled()
+        set_grad_mode(True)  # as in a forward
+        try:
+            with self.stores[place - 1]:
+                carry.held = [self.held_tensor(one) for one in tensors]
+        finally:
+            set_grad_mode(had_grad)
+        carry.store = place
+        carry.forget()
+        self._stored = [one for one in self._stored if one() is not None] + [ref(carry)]
 
     def _put(self, carry: Carry) -> None:
         """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
@@ -108,7 +149,9 @@ class Stretches:
             path.append(start)
             start = start.before
         tensors = self._tensors(start)
-        held, recorded = self._marks(start.index, carry.index)
+        held, recorded = self._plan(start, carry.index)
+        if start.store and start.index in held:
+            self._leave(start, tensors, held[start.index])
         here = start
         while path:
             following = path.pop()
@@ -128,8 +171,7 @@ class Stretches:
                     f"{self.width} in its forward."
                 )
             if following.index in held:
-                following.keep(tensors, self._key)
-                self._put(following)
+                self._leave(following, tensors, held[following.index])
             here = following
         carry.wait(tensors)
 
@@ -159,20 +201,32 @@ class Stretches:
             return carry.kept
         assert carry.held is not None
         tensors = [one.unpack() for one in carry.held]
-        if any(one.is_hooked for one in carry.held):
-            # A region around the loop gives each of its saved tensors once in a backward, and a store copies.
+        if not carry.store and any(one.is_hooked for one in carry.held):
+            # A region around the loop gives each of its saved tensors once in a backward.
             carry.keep(tensors, self._key)
             self._put(carry)
         return tensors
 
-    def _marks(self, first: int, last: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return what a stretch leaves that runs again from the carry of step `first` up to that of `last`.
+    def _leave(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        if place:
+            self._store(carry, tensors, place)
+        else:
+            carry.keep(tensors, self._key)
+            self._put(carry)
+
+    def _plan(self, begin: Carry, last: int) -> tuple[dict[int, int], frozenset[int]]:
+        """Return what a stretch leaves that runs again from a carry up to that of step `last`.
 
         Returns:
-            The steps whose carries are held, and the blocks that are recorded.
+            The steps whose carries are held, each with its place, and the blocks that are recorded.
         """
-        division, block = self.division, self.block
+        division, block, first = self.division, self.block, begin.index
         start = first // block
+        if begin.store and self.hierarchy is not None:
+            before = [one for ref in self._stored if (one := ref()) is not None and one.index <= first]
+            used = sum(one.store == begin.store for one in before)
+            places = self.hierarchy.places(last // block - start + 1, begin.store, used)
+            return {(start + one) * block: place for one, place in places.items()}, frozenset([last // block])
         self._recorded = {one: units for one, units in self._recorded.items() if one < start}
         kept = self.kept[: bisect_left(self.kept, start)]
         held = [one.index for one in self._in_slots() if one.index <= first and one.index // block not in kept]
@@ -182,7 +236,7 @@ class Stretches:
             for one in marks.recorded:
                 self._recorded[start + one] = division.own if one == 0 or one in marks.held else division.step
         held_steps = [(start + one) * block for one in marks.held]
-        return frozenset(held_steps), frozenset([start + one for one in marks.recorded])
+        return dict.fromkeys(held_steps, 0), frozenset([start + one for one in marks.recorded])
 
 
 def _end(stretches: ReferenceType[Stretches]) -> None:

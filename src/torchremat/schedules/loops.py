@@ -8,11 +8,13 @@ tight, a mixture of carries and recorded blocks may be better than either, see `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
 from torchremat.errors import BudgetError, ScheduleError
 from torchremat.schedules.binomial import CarrySlots, advances, first_borders
+from torchremat.schedules.hierarchies import Hierarchy, StoreCost, hierarchy
 from torchremat.schedules.mixtures import MixtureTable, mixture
 from torchremat.tensors.sizes import format_bytes
 
@@ -46,7 +48,7 @@ class LoopSchedule:
         steps: The length; None if it is not known before the loop ends.
         slots: How many carries are in memory at a time.
         block: How many steps are recorded at once.
-        period: A carry goes to a store after so many blocks; None without a store.
+        stores: Where carries wait beyond the slots, with costs in blocks.
         carry_bytes: Of one carry, None if not measured.
         step_bytes: What autograd saves in one step, None if not measured.
         shared_bytes: The part of that which is the step's carry, which may be in a slot at the same time.
@@ -58,7 +60,7 @@ class LoopSchedule:
     steps: int | None
     slots: int
     block: int = 1
-    period: int | None = None
+    stores: tuple[StoreCost, ...] = ()
     carry_bytes: int | None = None
     step_bytes: int | None = None
     shared_bytes: int = 0
@@ -67,18 +69,21 @@ class LoopSchedule:
     is_best: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "slots", "block", "period"):
+        for name in ("steps", "slots", "block"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScheduleError(f"{name}={value} must be at least 1")
-        if self.slots < 2 and self.period is not None:
-            raise ScheduleError("slots=1: a store needs two slots, one for the carry that is back from it")
 
     @property
     def blocks(self) -> int:
         """The number of blocks of a loop whose length is known."""
         assert self.steps is not None
         return -(-self.steps // self.block)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The places of carries in slots and stores."""
+        return hierarchy(self.blocks, self.slots, self.stores)
 
     @property
     def division(self) -> CarrySlots | MixtureTable:
@@ -110,21 +115,23 @@ class LoopSchedule:
         division = self.division
         if isinstance(division, MixtureTable):
             return self.block * ((division.runs(self.blocks) or 0) - self.blocks)
-        return _recomputed(self.steps, self.slots, self.block, self.period)
+        if self.stores:
+            return self.block * (self.hierarchy.traffic().runs - self.blocks)
+        return _recomputed(self.steps, self.slots, self.block)
 
     def least_recomputed(self) -> int | None:
         """Return a lower bound on that number for all schedules with as many bytes; None if they are not known.
 
         Without measured bytes it is the fewest for as many slots, with a slot for a carry and one recorded step.
         """
-        if self.steps is None or self.period is not None:
+        if self.steps is None or self.stores:
             return None
         saved = self.saved_bytes
         own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
         if self.is_best:
             return self.recomputed_steps
         if saved is None or not (self.carry_bytes and own_bytes):
-            return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 and self.units is None else None
+            return _recomputed(self.steps, self.slots, 1) if self.block == 1 and self.units is None else None
         return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
 
     def borders(self) -> Borders:
@@ -139,16 +146,12 @@ class LoopSchedule:
         if isinstance(division, MixtureTable):
             marks = division.first_marks(blocks)
             found = [block * self.block for block in marks.held]
-            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_blocks=marks.recorded)
-        kept = (blocks - 1,)
-        period = self.period
-        if period is None:
-            found = [block * self.block for block in first_borders(blocks, self.slots)]
-            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_blocks=kept)
-        start = (blocks - 1) // period * period
-        last = [(start + block) * self.block for block in first_borders(blocks - start, self.slots)]
-        stored = [block * self.block for block in range(0, start + 1, period)]
-        return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_blocks=kept)
+            return Borders(places=dict.fromkeys(found, 0), kept_blocks=marks.recorded)
+        if self.stores:
+            places = {block * self.block: place for block, place in self.hierarchy.first_places().items()}
+        else:
+            places = dict.fromkeys([block * self.block for block in first_borders(blocks, self.slots)], 0)
+        return Borders(places=places, kept_blocks=(blocks - 1,))
 
     def __str__(self) -> str:
         words = [f"{self.slots} slot{'s' if self.slots > 1 else ''}"]
@@ -162,8 +165,10 @@ class LoopSchedule:
             words.append(f"blocks of {self.block} steps")
         if self.units is not None:
             words.append("and recorded steps in their place")
-        if self.period is not None:
-            words.append(f"a carry to the store every {self.period * self.block} steps")
+        if self.stores:
+            traffic = self.hierarchy.traffic()
+            names = "the store" if len(self.stores) == 1 else f"{len(self.stores)} stores"
+            words.append(f"{traffic.writes} carries to {names} and {traffic.reads} back")
         if self.saved_bytes is not None:
             words.append(f"{format_bytes(self.saved_bytes)} at most")
         if self.recomputed_steps is not None:
@@ -179,25 +184,17 @@ class Borders:
     """What the first forward of a loop keeps.
 
     Attributes:
-        in_slots: The carries in slots.
-        in_store: The carries in a store.
+        places: Where carries are, by step: 0 for a slot, n for the n-th store.
         kept_blocks: The blocks whose saved tensors autograd keeps, in order; backward begins with the last.
     """
 
-    in_slots: frozenset[int]
-    in_store: frozenset[int]
+    places: Mapping[int, int]
     kept_blocks: tuple[int, ...]
 
 
-def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
+def _recomputed(steps: int, slots: int, block: int) -> int:
     """Return how many steps run again in the backward: those recorded, and those advanced for a carry."""
-    blocks = -(-steps // block)
-    recorded = (blocks - 1) * block
-    if period is None:
-        return recorded + block * (advances(blocks, slots) - (blocks - 1))
-    whole, rest = divmod(blocks - 1, period)
-    rest += 1
-    return recorded + block * (whole * advances(period, slots) + advances(rest, slots) - (rest - 1))
+    return block * advances(-(-steps // block), slots)
 
 
 def within_bytes(
@@ -244,7 +241,7 @@ def within_bytes(
         blocks, left = -(-steps // block), budget_bytes - block * step_bytes
         slots = blocks if blocks * carry_bytes <= left + shared_bytes else left // carry_bytes
         if slots > 0:
-            found.append((_recomputed(steps, slots, block, None), block, slots))
+            found.append((_recomputed(steps, slots, block), block, slots))
     _, block, slots = min(found)
     schedule = LoopSchedule(
         steps=steps,
@@ -279,32 +276,6 @@ def _mixed(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
     if block * (runs - found.blocks) >= fewest:
         return replace(schedule, is_best=is_best)
     return replace(found, slots=max(division.most(found.blocks).carries, 1), is_best=is_best)
-
-
-def with_store(schedule: LoopSchedule, transfer_steps: float) -> LoopSchedule:
-    """Return a schedule with the period of a store that takes the least time.
-
-    Source: G. Aupy, J. Herrmann, P. Hovland, Y. Robert, "Optimal multistage algorithm for adjoint computation", SIAM J.
-    Sci. Comput. 38(3), 2016; and G. Aupy, J. Herrmann, "Periodicity in optimal hierarchical checkpointing schemes for
-    adjoint computations", Optim. Methods Softw. 32(3), 2017: with a store without limit, carries go there at a fixed
-    period, and each period is taken back with the slots in memory.
-
-    Args:
-        schedule: The schedule without a store.
-        transfer_steps: How long it takes to write a carry and to read it, in steps.
-    """
-    slots, block = schedule.slots, schedule.block
-    cost = transfer_steps / block
-
-    def seconds(period: int) -> float:
-        return (advances(period, slots) + cost) / period
-
-    best, period = seconds(1), 1
-    # Beyond the least the average only rises: advances are convex in the length.
-    while seconds(period + 1) <= best:
-        period += 1
-        best = seconds(period)
-    return replace(schedule, period=period)
 
 
 def least_recomputed(steps: int, carry_bytes: int, step_bytes: int, budget_bytes: int) -> int:

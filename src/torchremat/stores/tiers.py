@@ -55,7 +55,7 @@ class Tiers(Remade):
         `refused` counts the tensors for which no store had room. The stores need not peak at the same time, so the sum
         of their peaks is an upper bound. A store without statistics counts as zero.
         """
-        all_of = [one for store in self.stores if (one := _statistics_of(store)) is not None]
+        all_of = [one for store in self.stores if (one := statistics_of(store)) is not None]
         limits = [one.limit_bytes for one in all_of]
         unlimited = len(limits) < len(self.stores) or None in limits
         return StoreStatistics(
@@ -93,11 +93,12 @@ class Tiers(Remade):
         return f"Tiers({', '.join(map(repr, self.stores))})"
 
 
-def _statistics_of(store: Store) -> StoreStatistics | None:
+def statistics_of(store: Store) -> StoreStatistics | None:
+    """Return the counts of a store, None if it has none."""
     found = getattr(store, "statistics", None)
     return found if isinstance(found, StoreStatistics) else None
 
 
 def _filled(store: Store) -> str:
-    statistics = _statistics_of(store)
+    statistics = statistics_of(store)
     return f"{store!r}" if statistics is None else f"{store!r} {filled(statistics)}"
