@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logs import Count
-from torchremat import Disk, Host, loop, measure
+from torchremat import BudgetError, Disk, Host, loop, measure
 
 ELEMENTS = 2**16
 CARRY = 4 * ELEMENTS
@@ -126,3 +126,44 @@ def test_a_store_with_a_limit_runs_what_its_schedule_says(slots, room):
     assert store.statistics.copied_in_bytes == schedules[0].hierarchy.traffic().reads * CARRY
     assert store.statistics.peak_stored_bytes == room * CARRY
     assert store.statistics.refused == 0
+
+
+@pytest.mark.parametrize("carries", [3, 10, 40])
+def test_a_step_that_draws_keeps_the_state_of_its_generator(carries):
+    quiet, noisy = Wave(), Wave()
+
+    def draws(h, _):
+        torch.rand(())
+        return (h * noisy.w).sin(), None
+
+    noisy.body = draws
+    plain_bytes, plain = quiet.peak_bytes(budget=carries * CARRY)
+    peak_bytes, schedule = noisy.peak_bytes(budget=carries * CARRY + 40 * 5056)
+
+    kept = schedule.borders().kept_blocks
+    assert schedule.state_bytes == 5056
+    assert schedule.saved_bytes - plain.saved_bytes == 5056 * (40 - len(kept) + (0 in kept))
+    assert schedule.recomputed_steps == plain.recomputed_steps
+    # The states of steps that are done are gone, if the peak is not the one at the end of the forward.
+    most = schedule.saved_bytes - plain.saved_bytes
+    assert peak_bytes - plain_bytes == (most if carries < 40 else 12 * 5056)
+
+
+def test_a_loop_of_unknown_length_counts_the_states_of_the_most_steps_that_it_may_run():
+    wave, schedules = Wave(), []
+
+    def draws(carry, _):
+        torch.rand(())
+        h, count = carry
+        return ((h * wave.w).sin(), count + 1), None
+
+    def run(budget):
+        start = wave.h0, torch.zeros(())
+        options = {"max_length": 20, "budget": budget, "on_schedule": schedules.append}
+        return loop(draws, start, condition=lambda carry: carry[1] < 9, **options)[0][0]
+
+    run(8 * CARRY + 20 * 5056).sum().backward()
+
+    assert schedules[0].slots == 5  # a step and its count besides
+    with pytest.raises(BudgetError, match="below what 20 steps keep of the generators"):
+        run(20 * 5056)

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from torchremat import BudgetError, CheckpointError, MutationError, UnsupportedError, loop
+from logs import Count
+from torchremat import BudgetError, CheckpointError, Host, MutationError, UnsupportedError, loop
 
 w = torch.ones(3, requires_grad=True)
 h0 = torch.ones(3)
@@ -153,6 +154,33 @@ def test_what_was_written_after_the_loop():
 
     with pytest.raises(MutationError, match="was changed in place between forward and recompute"):
         last.sum().backward()
+
+
+@pytest.mark.parametrize("store", [None, Host])
+@pytest.mark.parametrize("options", [{"slots": 2}, {"budget": 8 * 1600}, {"budget": 5 * 1600}])
+def test_after_an_error_in_a_recompute_the_loop_is_as_it_was(options, store):
+    wide, fails = torch.full((400,), 0.9, requires_grad=True), Count()
+
+    def body(h, x):
+        if fails.value == 1 and x == 1:
+            raise ValueError("now")
+        return (h * wide).sin(), None
+
+    def run(**more):
+        return loop(body, torch.ones(400), torch.arange(9.0), **more)[0].sum()
+
+    stores = () if store is None else (store(),)
+    (plain,) = torch.autograd.grad(run(slots=9), wide)
+    last = run(**options, stores=stores, transfer_steps=0)
+
+    fails.up()
+    with pytest.raises(ValueError, match="now"):
+        torch.autograd.grad(last, wide, retain_graph=True)
+    fails.up()
+
+    assert torch.equal(torch.autograd.grad(last, wide)[0], plain)
+    del last
+    assert [one.statistics.stored_bytes for one in stores] == [0] * len(stores)
 
 
 def test_an_error_of_the_body_leaves_nothing():

@@ -18,6 +18,15 @@ STEPS = 23
 STATES = STEPS * 5056  # each step draws, and keeps the state of its generator
 
 
+# Slots; a mixture of carries and recorded steps; blocks; a store with a limit, which the schedule uses.
+OPTIONS = [
+    {"slots": 3},
+    {"budget": 5000 + STATES},
+    {"budget": 12_000 + STATES},
+    {"slots": 2, "stores": (Host(600),), "transfer_steps": 0.5},
+]
+
+
 class Machine:
     """A recurrent body with dropout, a buffer that it writes, writes in place, two carries and two outputs."""
 
@@ -98,7 +107,8 @@ def test_with_a_budget_runs_are_as_the_schedule_says(budget):
 
     assert_equal(found, plain)
     assert runs == STEPS + schedules[0].recomputed_steps
-    assert schedules[0].saved_bytes <= budget
+    assert schedules[0].saved_bytes <= budget + STATES
+    assert schedules[0].state_bytes == 5056
     assert schedules[0].least_recomputed() <= schedules[0].recomputed_steps
 
 
@@ -155,7 +165,7 @@ def in_a_session(loss):
         twice(loss)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("backward", [twice, in_a_session])
 def test_a_second_backward(backward, options):
     machine = Machine()
@@ -175,7 +185,7 @@ def test_a_session_shares_one_recompute():
     assert runs == STEPS + advances(STEPS, 3)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_double_backward(options):
     machine = Machine()
 
@@ -190,7 +200,7 @@ def test_a_double_backward(options):
     assert_equal(found, plain)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_in_a_region(options):
     machine = Machine()
 

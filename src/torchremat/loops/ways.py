@@ -174,14 +174,16 @@ def way_of(
         return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, stores)
 
     def within(found: StepBytes) -> Way:
-        budget_bytes = request.budget_bytes - (steps or 0) * found.state
+        most = steps or request.max_length or 0
+        budget_bytes = request.budget_bytes - most * found.state
         if budget_bytes < 1:
             raise BudgetError(
-                f"a budget of {format_bytes(request.budget_bytes)} is below what {steps} steps keep of the generators "
+                f"a budget of {format_bytes(request.budget_bytes)} is below what {most} steps keep of the generators "
                 f"that they draw from, {format_bytes(found.state)} each."
             )
         sizes = found.carry, found.step, budget_bytes
-        return follow(within_bytes(steps, *sizes, shared_bytes=found.shared, mixes=not stores))
+        schedule = within_bytes(steps, *sizes, shared_bytes=found.shared, mixes=not stores)
+        return follow(replace(schedule, state_bytes=found.state))
 
     if request.slots is None:
         return BudgetedWay(forward, within)

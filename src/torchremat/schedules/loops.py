@@ -48,6 +48,7 @@ class LoopSchedule:
         steps: The length; None if it is not known before the loop ends.
         slots: How many carries are in memory at a time.
         block: How many steps are recorded at once.
+        state_bytes: Of the states of generators that a step draws from, and keeps unless autograd keeps the step.
         stores: Where carries wait beyond the slots, with costs in blocks.
         carry_bytes: Of one carry, None if not measured.
         step_bytes: What autograd saves in one step, None if not measured.
@@ -60,6 +61,7 @@ class LoopSchedule:
     steps: int | None
     slots: int
     block: int = 1
+    state_bytes: int = 0
     stores: tuple[StoreCost, ...] = ()
     carry_bytes: int | None = None
     step_bytes: int | None = None
@@ -97,15 +99,24 @@ class LoopSchedule:
 
     @property
     def saved_bytes(self) -> int | None:
-        """The most bytes that slots and recorded steps hold together, None if not measured."""
+        """The most bytes that slots, recorded steps and states hold together, None if not measured.
+
+        If the length is not known, without the states.
+        """
         if self.carry_bytes is None or self.step_bytes is None:
             return None
+        if self.steps is None:
+            return self.slots * self.carry_bytes + self.step_bytes
+        # The first step keeps its states in any case: it is measured.
+        kept = self.borders().kept_blocks
+        states = self.steps - sum(min(self.block, self.steps - one * self.block) for one in kept) + (0 in kept)
+        state_bytes = self.state_bytes * states
         division = self.division
         if isinstance(division, MixtureTable):
-            return division.most(self.blocks).units * self.unit_bytes
+            return division.most(self.blocks).units * self.unit_bytes + state_bytes
         # With a slot for each block the last one begins with a carry in a slot; else that carry passes by.
-        shared = 0 if self.steps is None or self.slots < self.blocks else self.shared_bytes
-        return self.slots * self.carry_bytes + self.block * self.step_bytes - shared
+        shared = 0 if self.slots < self.blocks else self.shared_bytes
+        return self.slots * self.carry_bytes + self.block * self.step_bytes - shared + state_bytes
 
     @property
     def recomputed_steps(self) -> int | None:
