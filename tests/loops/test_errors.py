@@ -85,6 +85,9 @@ def test_carries(carry, message):
         ({"length": 3, "slots": 2, "transfer_steps": [1, 2]}, "has 2 times, and stores= 0 stores"),
         ({"length": 3, "slots": 2, "transfer_steps": -1}, "transfer_steps=-1"),
         ({"length": 3, "slots": 2, "check": "all"}, "check='all'"),
+        ({"length": 3, "slots": 2, "step_costs": [1, 2]}, "step_costs= has 2 times for 3 steps"),
+        ({"length": 3, "slots": 2, "step_costs": [1, 2, -1]}, "numbers from 0 on"),
+        ({"length": 3, "budget": 99, "step_costs": [1, 2, 1]}, "step_costs= are for slots="),
     ],
 )
 def test_options(options, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class LoopRequest:
     budget: int | str | None
     stores: tuple[Store, ...]
     transfer_steps: float | tuple[float, ...]
+    step_costs: tuple[float, ...] | None
     on_schedule: Callable[[LoopSchedule], object] | None
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class LoopRequest:
             raise UnsupportedError("loop: max_length= is for a loop with a condition=.")
         if self.stores and self.condition is not None:
             raise UnsupportedError("loop: stores= need a length that is known; a condition= has none.")
+        if self.step_costs is not None:
+            if self.slots is None or self.stores or self.condition is not None:
+                raise UnsupportedError("loop: step_costs= are for slots= of a loop of known length without stores.")
+            if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in self.step_costs):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+                raise UnsupportedError("loop: step_costs= has to be the times of the steps, numbers from 0 on.")
         times = self.transfer_steps if isinstance(self.transfer_steps, tuple) else (self.transfer_steps,)
         if not all(isinstance(one, int | float) and one >= 0 for one in times):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"loop: transfer_steps={self.transfer_steps!r}: expected a number of steps.")
@@ -95,6 +102,8 @@ class LoopRequest:
         steps = slices if slices is not None else self.length
         if steps == 0:
             raise UnsupportedError("loop: xs has no slice, so the form of the outputs is not known. Pass at least one.")
+        if self.step_costs is not None and len(self.step_costs) != steps:
+            raise UnsupportedError(f"loop: step_costs= has {len(self.step_costs)} times for {steps} steps.")
         return steps
 
     def goes_on(self, index: int, steps: int | None, carry: object) -> bool:

@@ -37,6 +37,7 @@ def loop(
     budget: int | str | None = None,
     stores: Sequence[Store] = (),
     transfer_steps: float | Sequence[float] = 1.0,
+    step_costs: Sequence[float] | None = None,
     check: Check = "metadata",
     check_every: int = 1,
     guard: Sequence[object] = (),
@@ -74,6 +75,7 @@ def loop(
         stores: Where carries wait beyond the slots, the fastest first: `[Host("1GiB"), Disk()]`. Their limits are kept.
         transfer_steps: How long it takes to write a carry to a store and to read it, in steps; or a time for each
             store. With a longer time fewer carries go there.
+        step_costs: How long each step takes, in any unit, if they differ. With `slots` only.
         check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
         check_every: As for `checkpointed`.
         guard: As for `checkpointed`.
@@ -97,6 +99,7 @@ def loop(
         budget=budget,
         stores=tuple(stores),
         transfer_steps=transfer_steps if isinstance(transfer_steps, int | float) else tuple(transfer_steps),
+        step_costs=None if step_costs is None else tuple(step_costs),
         on_schedule=on_schedule,
     )
     settings = Settings(check=check, check_every=check_every, guard=guard, policy=policy)

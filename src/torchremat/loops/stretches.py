@@ -19,7 +19,7 @@ from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import CarrySlots
 from torchremat.schedules.hierarchies import Hierarchy
-from torchremat.schedules.mixtures import MixtureTable
+from torchremat.schedules.loops import Division
 from torchremat.stores.offloading import Offload
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
@@ -69,7 +69,7 @@ class Stretches:
         self.stores: Sequence[Offload] = ()
         self.hierarchy: Hierarchy | None = None
         self._stored: list[ReferenceType[Carry]] = []
-        self.division: CarrySlots | MixtureTable = CarrySlots(1)
+        self.division: Division = CarrySlots(1)
         self.block = 1
         self.kept: Sequence[int] = ()
         self._recorded: dict[int, int] = {}  # the blocks recorded in this backward, with their units
@@ -231,7 +231,7 @@ class Stretches:
         kept = self.kept[: bisect_left(self.kept, start)]
         held = [one.index for one in self._in_slots() if one.index <= first and one.index // block not in kept]
         used = len(held) * division.carry + len(kept) * division.step + sum(self._recorded.values())
-        marks = division.marks(division.units - used, last // block - start + 1)
+        marks = division.marks(division.units - used, last // block - start + 1, start)
         if self._key is not None:
             for one in marks.recorded:
                 self._recorded[start + one] = division.own if one == 0 or one in marks.held else division.step

@@ -187,4 +187,4 @@ def way_of(
 
     if request.slots is None:
         return BudgetedWay(forward, within)
-    return follow(LoopSchedule(steps=steps, slots=request.slots))
+    return follow(LoopSchedule(steps=steps, slots=request.slots, step_costs=request.step_costs))

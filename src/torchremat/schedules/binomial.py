@@ -121,12 +121,13 @@ class CarrySlots:
     step: ClassVar[int] = 0
     own: ClassVar[int] = 0
 
-    def marks(self, free: int, steps: int) -> Marks:
+    def marks(self, free: int, steps: int, first: int = 0) -> Marks:
         """Return what steps leave when they run again from a carry in a slot.
 
         Args:
             free: The free slots, beyond that one.
             steps: How many steps.
+            first: The number of the first step, in whose place the marks begin with 0.
         """
         return Marks(tuple(first_borders(steps, max(free, 0) + 1)[1:]), (steps - 1,))
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
+from typing import TypeAlias
 
 from torchremat.errors import BudgetError, ScheduleError
-from torchremat.schedules.binomial import CarrySlots, advances, first_borders
+from torchremat.schedules.binomial import CarrySlots, advances
 from torchremat.schedules.hierarchies import Hierarchy, StoreCost, hierarchy
 from torchremat.schedules.mixtures import MixtureTable, mixture
+from torchremat.schedules.uneven import UnevenSlots, uneven_slots
 from torchremat.tensors.sizes import format_bytes
 
 # NOTE [ The bound ]
@@ -40,6 +42,10 @@ _MOST_WORK = 34_000_000
 _MOST_UNITS = 96
 
 
+# How a stretch is divided when it runs again.
+Division: TypeAlias = CarrySlots | MixtureTable | UnevenSlots
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSchedule:
     """The schedule of a loop.
@@ -55,6 +61,7 @@ class LoopSchedule:
         shared_bytes: The part of that which is the step's carry, which may be in a slot at the same time.
         units: With a mixture, how many units carries and recorded blocks share; else None.
         unit_bytes: Of one unit.
+        step_costs: The times of the steps, None if they count as equal.
         is_best: Whether no schedule with as many bytes runs fewer steps again, as a table of all of them shows.
     """
 
@@ -68,6 +75,7 @@ class LoopSchedule:
     shared_bytes: int = 0
     units: int | None = None
     unit_bytes: int = 1
+    step_costs: tuple[float, ...] | None = None
     is_best: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +96,10 @@ class LoopSchedule:
         return hierarchy(self.blocks, self.slots, self.stores)
 
     @property
-    def division(self) -> CarrySlots | MixtureTable:
+    def division(self) -> Division:
         """How the steps of a stretch are divided when they run again."""
+        if self.step_costs is not None:
+            return uneven_slots(self.slots, self.step_costs)
         if self.units is None:
             return CarrySlots(self.slots)
         carry, step, unit = self.carry_bytes or 1, self.block * (self.step_bytes or 1), self.unit_bytes
@@ -128,6 +138,8 @@ class LoopSchedule:
             return self.block * ((division.runs(self.blocks) or 0) - self.blocks)
         if self.stores:
             return self.block * (self.hierarchy.traffic().runs - self.blocks)
+        if isinstance(division, UnevenSlots):
+            return division.runs
         return _recomputed(self.steps, self.slots, self.block)
 
     def least_recomputed(self) -> int | None:
@@ -135,7 +147,7 @@ class LoopSchedule:
 
         Without measured bytes it is the fewest for as many slots, with a slot for a carry and one recorded step.
         """
-        if self.steps is None or self.stores:
+        if self.steps is None or self.stores or self.step_costs is not None:
             return None
         saved = self.saved_bytes
         own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
@@ -161,7 +173,8 @@ class LoopSchedule:
         if self.stores:
             places = {block * self.block: place for block, place in self.hierarchy.first_places().items()}
         else:
-            places = dict.fromkeys([block * self.block for block in first_borders(blocks, self.slots)], 0)
+            held = division.marks(self.slots - 1, blocks).held
+            places = dict.fromkeys([0, *(block * self.block for block in held)], 0)
         return Borders(places=places, kept_blocks=(blocks - 1,))
 
     def __str__(self) -> str:
@@ -184,6 +197,10 @@ class LoopSchedule:
             words.append(f"{format_bytes(self.saved_bytes)} at most")
         if self.recomputed_steps is not None:
             words.append(f"{self.recomputed_steps} steps run again")
+        division = self.division
+        if isinstance(division, UnevenSlots):
+            best = ", no schedule with as many slots takes less" if division.is_best else ""
+            words.append(f"which takes {division.time / sum(self.step_costs or ()):.2f} of all steps{best}")
         least = self.least_recomputed()
         if least is not None:
             words.append(f"no schedule with these bytes runs fewer than {least}")

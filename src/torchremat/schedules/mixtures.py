@@ -94,12 +94,13 @@ class MixtureTable:
         """Return what the first forward of a loop leaves."""
         return self._walk(self.units, steps, is_held=False).marks()
 
-    def marks(self, free: int, steps: int) -> Marks:
+    def marks(self, free: int, steps: int, first: int = 0) -> Marks:
         """Return what steps leave when they run again from a carry that is held.
 
         Args:
             free: The free units, beyond that carry.
             steps: How many steps, the last of which is recorded in any case.
+            first: The number of the first step, in whose place the marks begin with 0.
         """
         free = min(max(free, 0), self.units)
         if self._held[free, steps] >= _NEVER:
