@@ -16,6 +16,8 @@ Each step is a region, and the loop is what is around them: the inputs of a step
     owns them: when autograd frees the last slot of a region, and no later carry needs the step, all of it is freed.
  3. Slots that are free by then hold carries that the recompute of a stretch comes by. They belong to one backward or
     session (Rule 4), and go earlier when there is no room for a carry before them.
+ 4. A stretch that runs again may record steps on its way, which then need not run once more, and put carries into
+    stores. A step that is recorded in the forward is a plain one: autograd keeps it, and no stretch goes through it.
 """
 
 from __future__ import annotations
