@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from torchremat import BudgetError, CheckpointError, MutationError, UnsupportedError, loop
+from logs import Count
+from torchremat import BudgetError, CheckpointError, Host, MutationError, UnsupportedError, loop
 
 w = torch.ones(3, requires_grad=True)
 h0 = torch.ones(3)
@@ -81,9 +82,12 @@ def test_carries(carry, message):
         ({"length": 3, "condition": bool, "slots": 2}, "length= and condition= contradict"),
         ({"length": 3, "max_length": 3, "slots": 2}, "max_length= is for a loop with a condition="),
         ({"condition": bool, "stores": [object()], "slots": 2}, "stores= need a length"),
-        ({"length": 3, "stores": [object()], "slots": 1}, "stores= needs at least two slots"),
+        ({"length": 3, "slots": 2, "transfer_steps": [1, 2]}, "has 2 times, and stores= 0 stores"),
         ({"length": 3, "slots": 2, "transfer_steps": -1}, "transfer_steps=-1"),
         ({"length": 3, "slots": 2, "check": "all"}, "check='all'"),
+        ({"length": 3, "slots": 2, "step_costs": [1, 2]}, "step_costs= has 2 times for 3 steps"),
+        ({"length": 3, "slots": 2, "step_costs": [1, 2, -1]}, "numbers from 0 on"),
+        ({"length": 3, "budget": 99, "step_costs": [1, 2, 1]}, "step_costs= are for slots="),
     ],
 )
 def test_options(options, message):
@@ -105,11 +109,12 @@ def test_a_loop_that_never_begins_returns_its_carry():
 
 @pytest.mark.parametrize("options", [{"length": 5}, {"condition": lambda h: True}])
 def test_a_budget_below_one_step(options):
-    # A carry, and beyond it the product.
-    with pytest.raises(BudgetError, match=r"a budget of 23 B is below one step .* Smallest budget that works: 24 B"):
-        loop(good, h0, budget=23, **options)
+    # The first carry; the carry of a recorded step and its product.
+    with pytest.raises(BudgetError, match=r"a budget of 35 B is below one step .* Smallest budget that works: 36 B"):
+        loop(good, h0, budget=35, **options)
 
-    assert loop(good, h0, length=5, budget=24)[0].requires_grad
+    assert loop(good, h0, length=5, budget=36)[0].requires_grad
+    assert loop(good, h0, length=1, budget=24)[0].requires_grad
 
 
 def test_a_body_that_writes_its_carry():
@@ -152,6 +157,33 @@ def test_what_was_written_after_the_loop():
 
     with pytest.raises(MutationError, match="was changed in place between forward and recompute"):
         last.sum().backward()
+
+
+@pytest.mark.parametrize("store", [None, Host])
+@pytest.mark.parametrize("options", [{"slots": 2}, {"budget": 8 * 1600}, {"budget": 5 * 1600}])
+def test_after_an_error_in_a_recompute_the_loop_is_as_it_was(options, store):
+    wide, fails = torch.full((400,), 0.9, requires_grad=True), Count()
+
+    def body(h, x):
+        if fails.value == 1 and x == 1:
+            raise ValueError("now")
+        return (h * wide).sin(), None
+
+    def run(**more):
+        return loop(body, torch.ones(400), torch.arange(9.0), **more)[0].sum()
+
+    stores = () if store is None else (store(),)
+    (plain,) = torch.autograd.grad(run(slots=9), wide)
+    last = run(**options, stores=stores, transfer_steps=0)
+
+    fails.up()
+    with pytest.raises(ValueError, match="now"):
+        torch.autograd.grad(last, wide, retain_graph=True)
+    fails.up()
+
+    assert torch.equal(torch.autograd.grad(last, wide)[0], plain)
+    del last
+    assert [one.statistics.stored_bytes for one in stores] == [0] * len(stores)
 
 
 def test_an_error_of_the_body_leaves_nothing():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from logs import Count
-from torchremat import checkpoint, loop
+from torchremat import Host, checkpoint, loop
 
 PROGRAMS = int(os.environ.get("TORCHREMAT_FUZZ", "40"))
 
@@ -55,7 +55,7 @@ class Body:
 @st.composite
 def loops(draw):
     steps = draw(st.integers(1, 14))
-    ways = st.sampled_from(["slots", "budget", "online"])
+    ways = st.sampled_from(["slots", "budget", "online", "store"])
     return {
         "operations": draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5)),
         "carries": draw(st.integers(1, 3)),
@@ -120,6 +120,8 @@ def scheduled(case):
         # Each step that draws keeps the state of its generator.
         states = 5056 * steps if {"dropout", "noise"} & {*case["operations"]} else 0
         options = {"budget": case["budget"] + states} if case["way"] == "budget" else {"slots": case["slots"]}
+        if case["way"] == "store":
+            options |= {"stores": (Host(200 * case["seed"] + 1),), "transfer_steps": case["seed"] % 3}
         if case["way"] != "online":
             return loop(body, carry, xs, length=steps, **options)
         left = iter(range(steps + 1))

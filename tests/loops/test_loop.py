@@ -18,6 +18,15 @@ STEPS = 23
 STATES = STEPS * 5056  # each step draws, and keeps the state of its generator
 
 
+# Slots; a mixture of carries and recorded steps; blocks; a store with a limit, which the schedule uses.
+OPTIONS = [
+    {"slots": 3},
+    {"budget": 5000 + STATES},
+    {"budget": 12_000 + STATES},
+    {"slots": 2, "stores": (Host(600),), "transfer_steps": 0.5},
+]
+
+
 class Machine:
     """A recurrent body with dropout, a buffer that it writes, writes in place, two carries and two outputs."""
 
@@ -98,7 +107,8 @@ def test_with_a_budget_runs_are_as_the_schedule_says(budget):
 
     assert_equal(found, plain)
     assert runs == STEPS + schedules[0].recomputed_steps
-    assert schedules[0].saved_bytes <= budget
+    assert schedules[0].saved_bytes <= budget + STATES
+    assert schedules[0].state_bytes == 5056
     assert schedules[0].least_recomputed() <= schedules[0].recomputed_steps
 
 
@@ -113,7 +123,7 @@ def test_with_a_store_runs_are_as_the_schedule_says(store, transfer_steps):
 
     assert_equal(found, plain)
     assert runs == STEPS + schedules[0].recomputed_steps
-    assert schedules[0].period == {1: 4, 10: 10}[transfer_steps]
+    assert made.statistics.stored_bytes == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 6, 40])
@@ -132,6 +142,18 @@ def test_a_loop_of_unknown_length_runs_what_its_borders_cost(slots):
 
     assert_equal(found, plain)
     assert runs == STEPS + again
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_with_times_of_steps_runs_are_as_the_schedule_says(slots):
+    machine, schedules, costs = Machine(), [], [1.0] * 10 + [9.0] * 3 + [2.0] * 10
+
+    plain, _ = machine.results(machine.plain)
+    options = {"slots": slots, "step_costs": costs, "on_schedule": schedules.append}
+    found, runs = machine.results(lambda: machine.loop(**options))
+
+    assert_equal(found, plain)
+    assert runs == STEPS + schedules[0].recomputed_steps
 
 
 def test_a_loop_of_unknown_length_within_a_budget():
@@ -155,7 +177,7 @@ def in_a_session(loss):
         twice(loss)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("backward", [twice, in_a_session])
 def test_a_second_backward(backward, options):
     machine = Machine()
@@ -175,7 +197,7 @@ def test_a_session_shares_one_recompute():
     assert runs == STEPS + advances(STEPS, 3)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_double_backward(options):
     machine = Machine()
 
@@ -190,7 +212,7 @@ def test_a_double_backward(options):
     assert_equal(found, plain)
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"budget": 5000 + STATES}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_in_a_region(options):
     machine = Machine()
 
@@ -373,6 +395,58 @@ def test_backwards_in_several_threads():
     assert len(found) == 4
     for gradients in found:
         assert_equal(gradients, plain[1 : 1 + len(machine.leaves)])
+
+
+class Changing(nn.Module):
+    """A body whose steps change what the next one reads, at some of the steps."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.every, self.steps, self.scales = every, 0, [1.0]
+        self.table = {"shift": 0.1}
+
+    def forward(self, h, _):
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.scales.append(0.9 * self.scales[-1])
+            self.table["shift"] = 0.3 * self.steps
+            self.linear.weight.note = self.steps  # an attribute of a tensor
+        return (self.linear(h) * self.scales[-1] + self.table["shift"]).sin(), None
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_a_step_sees_what_the_steps_before_have_changed(every):
+    torch.manual_seed(0)
+    plain, found = Changing(every), Changing(every)
+    found.load_state_dict(plain.state_dict())
+
+    h = torch.ones(3)
+    for _ in range(10):
+        h, _ = plain(h, None)
+    h.sum().backward()
+    loop(found, torch.ones(3), length=10, slots=2)[0].sum().backward()
+
+    assert torch.equal(found.linear.weight.grad, plain.linear.weight.grad)
+    assert (found.steps, found.scales, found.table) == (plain.steps, plain.scales, plain.table)
+
+
+@pytest.mark.parametrize(("changes", "worlds"), [(False, 1), (True, 10)])
+def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, worlds):
+    linear, marks = nn.Linear(3, 3), []
+
+    def body(h, _):
+        if changes:
+            marks.append(0)
+        return linear(h).sin(), None
+
+    before = {id(one) for one in gc.get_objects() if type(one) is Region}
+    last, _ = loop(body, torch.ones(3), length=11, slots=2)
+    regions = [one for one in gc.get_objects() if type(one) is Region and id(one) not in before]
+
+    assert last.requires_grad
+    assert len(regions) == 10  # the last step is a plain one
+    assert len({id(one.recording.calls[0].world) for one in regions}) == worlds
 
 
 def test_ten_thousand_steps_need_no_stack_and_leave_nothing():

@@ -16,11 +16,15 @@ Each step is a region, and the loop is what is around them: the inputs of a step
     owns them: when autograd frees the last slot of a region, and no later carry needs the step, all of it is freed.
  3. Slots that are free by then hold carries that the recompute of a stretch comes by. They belong to one backward or
     session (Rule 4), and go earlier when there is no room for a carry before them.
+ 4. A stretch that runs again may record steps on its way, which then need not run once more, and put carries into
+    stores. A step that is recorded in the forward is a plain one: autograd keeps it, and no stretch goes through it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -32,43 +36,35 @@ if TYPE_CHECKING:
     from torchremat.regions.slots import Key
 
 
-class LoopStep:
-    """A step that has run: its region, and the carry that it was given."""
-
-    __slots__ = ("carry", "region")
-
-    def __init__(self, region: Region, carry: Carry) -> None:
-        self.region = region
-        self.carry = carry
-
-
 class Carry:
     """The state that a step is given. See NOTE [ What a loop is made of ].
 
     Args:
         index: The number of that step.
-        step: The step before, None for the carry that the loop is given.
+        before: The carry before, None if that cannot be recomputed: for the first one.
+        region: The region of the step between the two.
 
     Attributes:
         held: Its tensors since the forward, if it is in a slot.
-        is_stored: Whether these are in a store, and take no slot.
+        store: The number of the store where these are, 0 if they are in a slot.
         kept: Its tensors in a backward, if it is in a slot, and while the step runs for the first time.
         key: That backward, or session.
         places: Which of its tensors the region of the step asks for: others it holds by itself, or twice.
         waiting: Its tensors on their way to that region; each is taken once.
     """
 
-    __slots__ = ("__weakref__", "held", "index", "is_stored", "kept", "key", "places", "step", "waiting")
+    __slots__ = ("__weakref__", "before", "held", "index", "kept", "key", "places", "region", "store", "waiting")
 
-    def __init__(self, index: int, step: LoopStep | None) -> None:
+    def __init__(self, index: int, before: Carry | None, region: Region | None) -> None:
         self.index = index
-        self.step = step
+        self.before = before
+        self.region = region
         self.held: list[HeldTensor] | None = None
-        self.is_stored = False
+        self.store = 0
         self.kept: list[Tensor] | None = None
         self.key: Key | None = None
-        self.places: list[int] = []
-        self.waiting: dict[int, Tensor] = {}
+        self.places: Sequence[int] = ()
+        self.waiting: dict[int, Tensor] | None = None
 
     @property
     def is_here(self) -> bool:
@@ -78,7 +74,7 @@ class Carry:
     @property
     def takes_slot(self) -> bool:
         """Whether its tensors are in memory."""
-        return self.kept is not None or (self.held is not None and not self.is_stored)
+        return self.kept is not None or (self.held is not None and not self.store)
 
     def keep(self, tensors: list[Tensor], key: Key | None) -> None:
         """Take a slot in a backward or session."""
@@ -91,10 +87,10 @@ class Carry:
 
     def drop(self) -> None:
         """Free its slot, if it can be recomputed."""
-        if self.step is None:
+        if self.before is None:
             return
         self.forget()
-        if not self.is_stored:
+        if not self.store:
             self.held = None
 
     def wait(self, tensors: list[Tensor]) -> None:
@@ -107,31 +103,30 @@ class HeldInput(HeldTensor):
 
     Args:
         tensor: The tensor, of no subclass and without attributes.
-        source: Brings it back.
     """
 
     __slots__ = ()
 
-    def __init__(self, tensor: Tensor, source: InputSource) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
-        self._kept = source
-        self._unpack = InputSource.unpack
+        self._kept = None
+        self._unpack = _unpack
         self._alias = self._original = self._attributes = None
 
-    def unpack(self) -> Tensor:
-        """Return the tensor for a recompute, a leaf of its own."""
-        alias = cast("InputSource", self._kept).unpack().detach()
-        return alias.requires_grad_() if self.requires_grad else alias
-
-
-class InputSource(Protocol):
-    """What the region of a step holds in place of a tensor."""
-
-    def unpack(self) -> Tensor:
+    @abstractmethod
+    def bring(self) -> Tensor:
         """Return the tensor.
 
         Raises:
             ChangedError: It was written in place since the forward.
         """
-        ...
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, a leaf of its own."""
+        alias = self.bring().detach()
+        return alias.requires_grad_() if self.requires_grad else alias
+
+
+def _unpack(input: HeldInput) -> Tensor:
+    return input.bring()

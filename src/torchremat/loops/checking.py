@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter, ne
 from typing import TypeAlias, cast
 
 import torch
@@ -53,12 +55,13 @@ class CarryCheck:
                 f"{type(cast('object', output)).__name__}."
             )
         carry, y = cast("tuple[object, object]", output)
-        for place, (tensor, then) in enumerate(zip(self.tensors, self._versions, strict=True)):
-            if version_of(tensor) != then:
-                raise MutationError(
-                    f"{where}: the body wrote `{self._name(place)}` in place. A recompute would begin with what it "
-                    "wrote. Write out of place, or to a clone."
-                )
+        now = [*map(version_of, self.tensors)]
+        if now != self._versions:
+            place = [*map(ne, now, self._versions)].index(True)
+            raise MutationError(
+                f"{where}: the body wrote `{self._name(place)}` in place. A recompute would begin with what it "
+                "wrote. Write out of place, or to a clone."
+            )
         tensors: list[Tensor] = []
         template = split(carry, tensors, [])
         if not same_structure(self._template, template):
@@ -66,12 +69,13 @@ class CarryCheck:
                 f"{where}: the body returned a carry of another structure: {_places(template)}, where the loop was "
                 f"given {_places(self._template)}."
             )
-        for place, (tensor, then) in enumerate(zip(tensors, self._form, strict=True)):
-            if tensor.shape != then[0] or tensor.dtype != then[1] or tensor.device != then[2]:
-                raise UnsupportedError(
-                    f"{where}: the body changed `{self._name(place)}`: {_words(_form(tensor))}, where the loop was "
-                    f"given {_words(then)}. A carry keeps its shapes, dtypes and devices."
-                )
+        form = [*map(_form, tensors)]
+        if form != self._form:
+            place = [*map(ne, form, self._form)].index(True)
+            raise UnsupportedError(
+                f"{where}: the body changed `{self._name(place)}`: {_words(form[place])}, where the loop was given "
+                f"{_words(self._form[place])}. A carry keeps its shapes, dtypes and devices."
+            )
         self.tensors = tensors
         self._versions = [version_of(one) for one in tensors]
         return carry, y
@@ -84,8 +88,7 @@ class CarryCheck:
 Form: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def _form(tensor: Tensor) -> Form:
-    return tensor.shape, tensor.dtype, tensor.device
+_form = cast("Callable[[Tensor], Form]", attrgetter("shape", "dtype", "device"))
 
 
 def _words(form: Form) -> str:

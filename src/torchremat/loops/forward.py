@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import Carry, HeldInput, InputSource, LoopStep
+from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import CarriedInput, Stretches
-from torchremat.regions.inputs import Inputs
+from torchremat.regions.calls import CallArguments
+from torchremat.regions.inputs import Source
 from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
-from torchremat.stores.offloading import Offload
 from torchremat.tensors.held import HeldTensor
-from torchremat.tensors.structure import tensors_in
+from torchremat.tensors.structure import split
 
 # From a carry and a slice of what is scanned to the next carry and an output.
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
@@ -43,11 +43,15 @@ class Forward:
         self.stretches = stretches
         self.settings = settings
         self.is_transformed = is_transformed()
-        self.previous: LoopStep | None = None
-        self.held = HeldSlices(slices.tensors, new_region(settings).held_tensor)
+        self.held = HeldSlices(slices.tensors, stretches.held_tensor)
+        self._before: Carry | None = None  # of the step that ran last
+        self._region: Region | None = None
+        self._template: object = None  # of the arguments of every step
+        self._sources: list[Source] = []
 
     def run_plainly(self, index: int, carry: object) -> object:
         """Run a step as it is and return its output; autograd keeps its saved tensors."""
+        self._before = self._region = None  # nothing recomputes it
         return self.body(carry, self.slices.at(index))
 
     def run(
@@ -56,8 +60,7 @@ class Forward:
         carry: object,
         tensors: list[Tensor],
         *,
-        in_slot: bool,
-        store: Offload | None = None,
+        place: int | None,
         settings: Settings | None = None,
     ) -> object:
         """Run a step as a region and return its output.
@@ -66,44 +69,67 @@ class Forward:
             index: The number of the step.
             carry: Its carry.
             tensors: The tensors in it.
-            in_slot: Whether the carry is held.
-            store: Where it waits, if not in memory.
+            place: Where the carry is held, 0 for a slot, n for the n-th store; None if it is dropped.
             settings: How this region behaves, if not as the others.
         """
-        x = self.slices.at(index)
-        here = Carry(index, self.previous)
+        slices = self.slices.tensors_at(index)
+        args = carry, self.slices.joined(slices)
+        here = Carry(index, self._before, self._region)
         settings = settings or self.settings
         region = new_region(settings if index else self._checked(settings, tensors))
-        if store is not None:
-            with store:
-                here.held = [region.held_tensor(one) for one in tensors]
-            here.is_stored = True
-        elif in_slot or self.previous is None:
-            here.held = [region.held_tensor(one) for one in tensors]
-            self.stretches.add(here)
-        inputs: dict[int, InputSource] = {}
-        for place, tensor in enumerate(tensors):
-            if not isinstance(tensor, nn.Parameter) and id(tensor) not in inputs:  # a region holds these by itself
-                inputs[id(tensor)] = CarriedInput(self.stretches, here, place)
-                here.places.append(place)
-        if x is not None:
-            for place, tensor in enumerate(tensors_in(x)):
-                inputs[id(tensor)] = SlicedInput(self.held, place, index)
+        if place is not None or self._before is None:
+            self.stretches.hold(here, tensors, place or 0)
         here.kept = tensors  # a backward inside the step may ask for it
+        held = self._held(here, tensors, slices)
         try:
             if not self.is_transformed and all(map(_is_simple, tensors)):
-                region.recording.inputs = Inputs(partial(_held, inputs))
-                return self._call(region, carry, x)
+                return self._call(region, args, self._given(args, [*tensors, *slices], held))
+            inputs = [one for one in held.values() if isinstance(one, HeldInput)]
             with hooks_under_transforms():
-                push_saved_tensor_hooks(partial(_next, iter(inputs.values())), _unpack)
+                push_saved_tensor_hooks(partial(_next, iter(inputs)), _bring)
                 try:
-                    return self._call(region, carry, x)
+                    return self._call(region, args, None)
                 finally:
                     pop_saved_tensor_hooks()
         finally:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
-            self.previous = LoopStep(region, here) if region.recording.calls else None
+            self._before, self._region = (here, region) if region.recording.calls else (None, None)
+
+    def move(self, tensors: list[Tensor], place: int) -> None:
+        """Move the carry of the last step to a store."""
+        if self._before is not None:
+            self.stretches.hold(self._before, tensors, place)
+
+    def _held(self, here: Carry, tensors: list[Tensor], slices: list[Tensor]) -> dict[int, HeldTensor]:
+        """Return, by id, how the region of a step holds its tensors: by the loop, except for parameters."""
+        held: dict[int, HeldTensor] = {}
+        places: list[int] = []
+        for place, tensor in enumerate(tensors):
+            if id(tensor) in held:
+                continue
+            if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+                held[id(tensor)] = HeldTensor(tensor)
+            else:
+                held[id(tensor)] = CarriedInput(tensor, self.stretches, here, place)
+                places.append(place)
+        here.places = places
+        for place, tensor in enumerate(slices):
+            held[id(tensor)] = SlicedInput(tensor, self.held, place, here.index)
+        return held
+
+    def _given(self, args: tuple[object, object], tensors: list[Tensor], held: dict[int, HeldTensor]) -> CallArguments:
+        """Return the arguments of a step, taken apart."""
+        if self._template is None:
+            self._template = split((args, {}), [], [])
+        sources: list[Source] = self._sources
+        if len(sources) != len(held) or len(held) != len(tensors):
+            numbers = {key: number for number, key in enumerate(held)}
+            sources = [numbers[id(one)] for one in tensors]
+            if len(held) == len(tensors):
+                self._sources = sources  # the same for every step, but for one that is given a tensor twice
+        like = self._region.recording.calls[0] if self._region is not None else None
+        return CallArguments(self._template, tensors, list(held.values()), sources, like=like)
 
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.
@@ -115,22 +141,17 @@ class Forward:
             return settings
         return replace(settings, check="values")
 
-    def _call(self, region: Region, carry: object, x: object) -> object:
-        return region.call(continued(self.body), (carry, x), {}, (self.body,))
+    def _call(self, region: Region, args: tuple[object, object], given: CallArguments | None) -> object:
+        return region.call(continued(self.body), args, {}, (self.body,), given=given)
 
 
 def _is_simple(tensor: Tensor) -> bool:
     return (type(tensor) is Tensor and not tensor.__dict__) or isinstance(tensor, nn.Parameter)
 
 
-def _held(inputs: Mapping[int, InputSource], tensor: Tensor) -> HeldTensor:
-    source = inputs.get(id(tensor))
-    return HeldTensor(tensor) if source is None else HeldInput(tensor, source)
-
-
-def _next(inputs: Iterator[InputSource], _: Tensor) -> InputSource:
+def _next(inputs: Iterator[HeldInput], _: Tensor) -> HeldInput:
     return next(inputs)
 
 
-def _unpack(packed: InputSource) -> Tensor:
-    return packed.unpack()
+def _bring(packed: HeldInput) -> Tensor:
+    return packed.bring()

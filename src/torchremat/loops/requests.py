@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from torchremat.errors import UnsupportedError
+from torchremat.schedules.hierarchies import StoreCost
 from torchremat.schedules.loops import LoopSchedule
-from torchremat.stores.tiers import Tiers
+from torchremat.stores.base import statistics_of
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import parse_bytes
 
@@ -30,7 +32,8 @@ class LoopRequest:
     slots: int | None
     budget: int | str | None
     stores: tuple[Store, ...]
-    transfer_steps: float
+    transfer_steps: float | tuple[float, ...]
+    step_costs: tuple[float, ...] | None
     on_schedule: Callable[[LoopSchedule], object] | None
 
     def __post_init__(self) -> None:
@@ -49,10 +52,19 @@ class LoopRequest:
             raise UnsupportedError("loop: max_length= is for a loop with a condition=.")
         if self.stores and self.condition is not None:
             raise UnsupportedError("loop: stores= need a length that is known; a condition= has none.")
-        if self.stores and self.slots == 1:
-            raise UnsupportedError("loop: stores= needs at least two slots, one of them for a carry that is back.")
-        if not self.transfer_steps >= 0:
+        if self.step_costs is not None:
+            if self.slots is None or self.stores or self.condition is not None:
+                raise UnsupportedError("loop: step_costs= are for slots= of a loop of known length without stores.")
+            if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in self.step_costs):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+                raise UnsupportedError("loop: step_costs= has to be the times of the steps, numbers from 0 on.")
+        times = self.transfer_steps if isinstance(self.transfer_steps, tuple) else (self.transfer_steps,)
+        if not all(isinstance(one, int | float) and one >= 0 for one in times):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"loop: transfer_steps={self.transfer_steps!r}: expected a number of steps.")
+        if isinstance(self.transfer_steps, tuple) and len(times) != len(self.stores):
+            raise UnsupportedError(
+                f"loop: transfer_steps={self.transfer_steps!r} has {len(times)} times, and stores= {len(self.stores)} "
+                "stores; pass one time for each, or one for all."
+            )
 
     @property
     def budget_bytes(self) -> int:
@@ -60,10 +72,15 @@ class LoopRequest:
         assert self.budget is not None
         return parse_bytes(self.budget)
 
-    @property
-    def store(self) -> Store | None:
-        """The store for carries, if there is one."""
-        return None if not self.stores else self.stores[0] if len(self.stores) == 1 else Tiers(*self.stores)
+    def store_costs(self, carry_bytes: int, block: int) -> tuple[StoreCost, ...]:
+        """Return what the stores have and take for carries of so many bytes, in blocks of so many steps."""
+        times = self.transfer_steps
+        if not isinstance(times, tuple):
+            times = (times,) * len(self.stores)
+        return tuple(
+            StoreCost(room=_room(store, carry_bytes), write_steps=time / 2 / block, read_steps=time / 2 / block)
+            for store, time in zip(self.stores, times, strict=True)
+        )
 
     def steps(self, slices: int | None) -> int | None:
         """Return the number of steps, None if only the condition knows.
@@ -85,6 +102,8 @@ class LoopRequest:
         steps = slices if slices is not None else self.length
         if steps == 0:
             raise UnsupportedError("loop: xs has no slice, so the form of the outputs is not known. Pass at least one.")
+        if self.step_costs is not None and len(self.step_costs) != steps:
+            raise UnsupportedError(f"loop: step_costs= has {len(self.step_costs)} times for {steps} steps.")
         return steps
 
     def goes_on(self, index: int, steps: int | None, carry: object) -> bool:
@@ -104,3 +123,11 @@ class LoopRequest:
                 "why the loop does not end."
             )
         return more
+
+
+def _room(store: Store, carry_bytes: int) -> int | None:
+    """Return how many carries a store has room for, None without a limit."""
+    statistics = statistics_of(store)
+    if statistics is None or statistics.limit_bytes is None:
+        return None
+    return max(statistics.limit_bytes - statistics.stored_bytes, 0) // max(carry_bytes, 1)

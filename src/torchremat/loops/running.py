@@ -36,7 +36,8 @@ def loop(
     slots: int | None = None,
     budget: int | str | None = None,
     stores: Sequence[Store] = (),
-    transfer_steps: float = 1.0,
+    transfer_steps: float | Sequence[float] = 1.0,
+    step_costs: Sequence[float] | None = None,
     check: Check = "metadata",
     check_every: int = 1,
     guard: Sequence[object] = (),
@@ -71,8 +72,10 @@ def loop(
         slots: How many carries are in memory at a time, the first one included.
         budget: Instead of slots: bytes for the carries and for the saved tensors of the steps that are recorded at
             once, as an int or like `"2GiB"`. Both are measured in the first step.
-        stores: Where carries wait beyond the slots, at a fixed period: `torchremat.Disk()`.
-        transfer_steps: How long it takes to write a carry and to read it, in steps: a longer time, a longer period.
+        stores: Where carries wait beyond the slots, the fastest first: `[Host("1GiB"), Disk()]`. Their limits are kept.
+        transfer_steps: How long it takes to write a carry to a store and to read it, in steps; or a time for each
+            store. With a longer time fewer carries go there.
+        step_costs: How long each step takes, in any unit, if they differ. With `slots` only.
         check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
         check_every: As for `checkpointed`.
         guard: As for `checkpointed`.
@@ -95,7 +98,8 @@ def loop(
         slots=slots,
         budget=budget,
         stores=tuple(stores),
-        transfer_steps=transfer_steps,
+        transfer_steps=transfer_steps if isinstance(transfer_steps, int | float) else tuple(transfer_steps),
+        step_costs=None if step_costs is None else tuple(step_costs),
         on_schedule=on_schedule,
     )
     settings = Settings(check=check, check_every=check_every, guard=guard, policy=policy)
@@ -110,7 +114,7 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
     steps = request.steps(slices.length)
     way = PlainWay(body, slices)
     if makes_regions():
-        way = way_of(body, slices, len(checks.tensors), steps, request, settings)
+        way = way_of(body, slices, checks.tensors, steps, request, settings)
     outputs: list[object] = []
     while request.goes_on(len(outputs), steps, carry):
         carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
+from torchremat.loops.carries import HeldInput
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
 from torchremat.tensors.held import HeldTensor
@@ -49,7 +50,15 @@ class Slices:
 
     def at(self, index: int) -> object:
         """Return the slices for a step."""
-        return join(self._template, [each[index] for each in self._slices])
+        return self.joined(self.tensors_at(index))
+
+    def tensors_at(self, index: int) -> list[Tensor]:
+        """Return the tensors in the slices for a step."""
+        return [each[index] for each in self._slices]
+
+    def joined(self, tensors: list[Tensor]) -> object:
+        """Return the slices for a step, given the tensors in them."""
+        return join(self._template, tensors)
 
 
 class HeldSlices:
@@ -86,16 +95,24 @@ class HeldSlices:
             return self._cached[1][place].detach()[index]
 
 
-class SlicedInput:
-    """What the region of a step holds in place of its slice of a tensor."""
+class SlicedInput(HeldInput):
+    """What the region of a step holds in place of its slice of a tensor.
+
+    Args:
+        tensor: The slice.
+        slices: The tensors.
+        place: The number of the tensor.
+        index: The number of the step.
+    """
 
     __slots__ = ("index", "place", "slices")
 
-    def __init__(self, slices: HeldSlices, place: int, index: int) -> None:
+    def __init__(self, tensor: Tensor, slices: HeldSlices, place: int, index: int) -> None:
+        super().__init__(tensor)
         self.slices = slices
         self.place = place
         self.index = index
 
-    def unpack(self) -> Tensor:
+    def bring(self) -> Tensor:
         """Return the slice."""
         return self.slices.slice_of(self.place, self.index)

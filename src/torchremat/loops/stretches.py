@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
-from torchremat._compat.autograd import at_end_of_backward
+from torchremat._compat.autograd import at_end_of_backward, set_grad_mode
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, LoopStep
+from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.keys import current_key
 from torchremat.regions.slots import Key
-from torchremat.schedules.binomial import next_border
+from torchremat.schedules.binomial import CarrySlots
+from torchremat.schedules.hierarchies import Hierarchy
+from torchremat.schedules.loops import Division
+from torchremat.stores.offloading import Offload
+from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
 
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
@@ -26,31 +36,71 @@ class Stretches:
 
     Args:
         width: The number of tensors in a carry.
+        held_tensor: How one of them is held.
 
     Attributes:
-        slots: How many carries are in memory at a time, at least 1.
+        division: How a stretch is divided when it runs again.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
             only at the beginning of a block.
+        kept: The blocks that were recorded in the forward, in order.
+        stores: Where carries wait beyond the slots.
+        hierarchy: Which of them, None without stores.
     """
 
-    __slots__ = ("__weakref__", "_carries", "_key", "_lock", "block", "slots", "width")
+    __slots__ = (
+        "__weakref__",
+        "_carries",
+        "_key",
+        "_lock",
+        "_recorded",
+        "_stored",
+        "block",
+        "division",
+        "held_tensor",
+        "hierarchy",
+        "kept",
+        "stores",
+        "width",
+    )
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, held_tensor: Callable[[Tensor], HeldTensor] = HeldTensor) -> None:
         self.width = width
-        self.slots = 1
+        self.held_tensor = held_tensor
+        self.stores: Sequence[Offload] = ()
+        self.hierarchy: Hierarchy | None = None
+        self._stored: list[ReferenceType[Carry]] = []
+        self.division: Division = CarrySlots(1)
         self.block = 1
+        self.kept: Sequence[int] = ()
+        self._recorded: dict[int, int] = {}  # the blocks recorded in this backward, with their units
         self._carries: list[ReferenceType[Carry]] = []  # those in slots, in the order of the steps
         self._key: Key | None = None  # the backward or session that has recomputed last
         self._lock = _Lock()
 
-    def add(self, carry: Carry) -> None:
-        """Note that a carry is in a slot from now on, the last one so far."""
+    def hold(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        """Hold a carry from now on, the last one so far: in a slot, or with `place` in the store of this number."""
+        if place:
+            self._store(carry, tensors, place)
+            return
+        carry.held = [self.held_tensor(one) for one in tensors]
         self._carries.append(ref(carry))
+
+    def _store(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        had_grad = torch.is_grad_enabled()
+        set_grad_mode(True)  # as in a forward
+        try:
+            with self.stores[place - 1]:
+                carry.held = [self.held_tensor(one) for one in tensors]
+        finally:
+            set_grad_mode(had_grad)
+        carry.store = place
+        carry.forget()
+        self._stored = [one for one in self._stored if one() is not None] + [ref(carry)]
 
     def _put(self, carry: Carry) -> None:
         """Note that a carry is in a slot from now on; of later ones the last makes room for it."""
         inside = self._in_slots()
-        while len(inside) >= self.slots and inside[-1].index > carry.index:
+        while len(inside) * self.division.carry >= self.division.units and inside[-1].index > carry.index:
             inside.pop().drop()
         place = len(inside)
         while place and inside[place - 1].index > carry.index:
@@ -80,8 +130,9 @@ class Stretches:
         if held is not None and carry.kept is None and not held[place].is_hooked:
             return held[place].unpack()
         with self._lock:
-            if place not in carry.waiting:
+            if carry.waiting is None or place not in carry.waiting:
                 self._bring(carry)
+                assert carry.waiting is not None
             return carry.waiting.pop(place)
 
     def _bring(self, carry: Carry) -> None:
@@ -90,26 +141,27 @@ class Stretches:
         if carry.is_here:
             carry.wait(self._tensors(carry))
             return
-        path: list[LoopStep] = []
+        path: list[Carry] = []
         start = carry
         while not start.is_here:
-            if start.step is None:
+            if start.before is None:
                 raise bug(f"carry {start.index} is neither in a slot nor made by a step")
-            path.append(start.step)
-            start = start.step.carry
+            path.append(start)
+            start = start.before
         tensors = self._tensors(start)
-        border = self._next(start.index, carry.index)
-        began = carry.index // self.block * self.block  # from here on steps are recorded
+        held, recorded = self._plan(start, carry.index)
+        if start.store and start.index in held:
+            self._leave(start, tensors, held[start.index])
+        here = start
         while path:
-            step = path.pop()
-            here = step.carry
+            following = path.pop()
             here.wait(tensors)
             del tensors
             try:
-                records = self._key if here.index >= began else None
-                output = step.region.advance(records)
+                is_recorded = here.index // self.block in recorded
+                output = cast("Region", following.region).advance(self._key if is_recorded else None)
             finally:
-                here.waiting.clear()
+                here.waiting = None
             # The body of a step returns the next carry first.
             tensors = tensors_in(cast("tuple[object, object]", output)[0])
             del output
@@ -118,11 +170,9 @@ class Stretches:
                     f"step {here.index} of a loop returned a carry of {len(tensors)} tensors in its recompute, and of "
                     f"{self.width} in its forward."
                 )
-            if border is not None and here.index + 1 == border:
-                following = path[-1].carry if path else carry
-                following.keep(tensors, self._key)
-                self._put(following)
-                border = self._next(border, carry.index)
+            if following.index in held:
+                self._leave(following, tensors, held[following.index])
+            here = following
         carry.wait(tensors)
 
     def _begin(self, key: Key | None) -> None:
@@ -130,6 +180,7 @@ class Stretches:
         if key == self._key:
             return
         self._key = key
+        self._recorded.clear()
         self._forget_all_but(key)
         if isinstance(key, int):
             at_end_of_backward(partial(_end, ref(self)))
@@ -150,18 +201,42 @@ class Stretches:
             return carry.kept
         assert carry.held is not None
         tensors = [one.unpack() for one in carry.held]
-        if any(one.is_hooked for one in carry.held):
-            # A region around the loop gives each of its saved tensors once in a backward, and a store copies.
+        if not carry.store and any(one.is_hooked for one in carry.held):
+            # A region around the loop gives each of its saved tensors once in a backward.
             carry.keep(tensors, self._key)
             self._put(carry)
         return tensors
 
-    def _next(self, first: int, last: int) -> int | None:
-        """Return the next carry to put into a slot in a recompute, from the one of `first` up to that of `last`."""
-        free = self.slots - sum(one.index <= first for one in self._in_slots())
-        blocks = last // self.block - first // self.block + 1
-        length = next_border(blocks, max(free, 0) + 1)
-        return None if length is None else (first // self.block + length) * self.block
+    def _leave(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
+        if place:
+            self._store(carry, tensors, place)
+        else:
+            carry.keep(tensors, self._key)
+            self._put(carry)
+
+    def _plan(self, begin: Carry, last: int) -> tuple[dict[int, int], frozenset[int]]:
+        """Return what a stretch leaves that runs again from a carry up to that of step `last`.
+
+        Returns:
+            The steps whose carries are held, each with its place, and the blocks that are recorded.
+        """
+        division, block, first = self.division, self.block, begin.index
+        start = first // block
+        if begin.store and self.hierarchy is not None:
+            before = [one for ref in self._stored if (one := ref()) is not None and one.index <= first]
+            used = sum(one.store == begin.store for one in before)
+            places = self.hierarchy.places(last // block - start + 1, begin.store, used)
+            return {(start + one) * block: place for one, place in places.items()}, frozenset([last // block])
+        self._recorded = {one: units for one, units in self._recorded.items() if one < start}
+        kept = self.kept[: bisect_left(self.kept, start)]
+        held = [one.index for one in self._in_slots() if one.index <= first and one.index // block not in kept]
+        used = len(held) * division.carry + len(kept) * division.step + sum(self._recorded.values())
+        marks = division.marks(division.units - used, last // block - start + 1, start)
+        if self._key is not None:
+            for one in marks.recorded:
+                self._recorded[start + one] = division.own if one == 0 or one in marks.held else division.step
+        held_steps = [(start + one) * block for one in marks.held]
+        return dict.fromkeys(held_steps, 0), frozenset([start + one for one in marks.recorded])
 
 
 def _end(stretches: ReferenceType[Stretches]) -> None:
@@ -170,16 +245,31 @@ def _end(stretches: ReferenceType[Stretches]) -> None:
         alive.end()
 
 
-class CarriedInput:
-    """What the region of a step holds in place of a tensor of its carry: the number `place` there."""
+class CarriedInput(HeldInput):
+    """What the region of a step holds in place of a tensor of its carry.
+
+    Args:
+        tensor: The tensor.
+        stretches: The carries.
+        carry: The carry.
+        place: The number of the tensor there.
+    """
 
     __slots__ = ("carry", "place", "stretches")
 
-    def __init__(self, stretches: Stretches, carry: Carry, place: int) -> None:
+    def __init__(self, tensor: Tensor, stretches: Stretches, carry: Carry, place: int) -> None:
+        super().__init__(tensor)
         self.stretches = stretches
         self.carry = carry
         self.place = place
 
-    def unpack(self) -> Tensor:
+    def bring(self) -> Tensor:
         """Return the tensor, after recomputing the stretch up to the carry if it is not in a slot."""
         return self.stretches.input_of(self.carry, self.place)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, a leaf of its own."""
+        held = self.carry.held
+        if held is not None and self.carry.kept is None and not held[self.place].is_hooked:
+            return held[self.place].unpack()
+        return super().unpack()

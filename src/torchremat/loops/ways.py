@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -15,7 +15,9 @@ from torchremat.loops.slices import Slices
 from torchremat.loops.stretches import Stretches
 from torchremat.loops.watching import Keeping, Measuring, StepBytes
 from torchremat.regions.settings import Settings
-from torchremat.schedules.loops import LoopSchedule, with_store, within_bytes
+from torchremat.regions.transforms import new_region
+from torchremat.schedules.binomial import CarrySlots
+from torchremat.schedules.loops import LoopSchedule, within_bytes
 from torchremat.schedules.online import OnlineBorders
 from torchremat.stores.offloading import Offload, offload
 from torchremat.tensors.sizes import format_bytes
@@ -48,27 +50,34 @@ class KnownWay:
     Args:
         forward: Runs steps as regions.
         schedule: What is kept where.
-        store: Where carries wait beyond the slots.
+        stores: Where carries wait beyond the slots.
 
     Attributes:
-        keeps_all: Whether autograd keeps the saved tensors of all steps.
+        keeps_first: Whether autograd keeps the saved tensors of the first step.
     """
 
-    def __init__(self, forward: Forward, schedule: LoopSchedule, store: Offload | None) -> None:
-        forward.stretches.slots, forward.stretches.block = schedule.slots, schedule.block
+    def __init__(self, forward: Forward, schedule: LoopSchedule, stores: Sequence[Offload]) -> None:
         self._forward = forward
-        self._borders = schedule.borders()
-        self._store = store
-        self.keeps_all = self._borders.kept_from == 0
+        self._borders = borders = schedule.borders()
+        self._block = schedule.block
+        self._kept = frozenset(borders.kept_blocks)
+        self.keeps_first = 0 in self._kept
+        stretches = forward.stretches
+        stretches.stores, stretches.hierarchy = stores, schedule.hierarchy if stores else None
+        stretches.division, stretches.block, stretches.kept = schedule.division, schedule.block, borders.kept_blocks
+
+    def take_first(self, tensors: list[Tensor]) -> None:
+        """Move the first carry to its store, if it has one: the first step ran before the schedule was known."""
+        place = self._borders.places.get(0)
+        if place:
+            self._forward.move(tensors, place)
 
     def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output."""
         borders = self._borders
-        if index >= borders.kept_from:
+        if index // self._block in self._kept:
             return self._forward.run_plainly(index, carry)
-        if index in borders.in_store:
-            return self._forward.run(index, carry, tensors, in_slot=True, store=self._store)
-        return self._forward.run(index, carry, tensors, in_slot=index in borders.in_slots)
+        return self._forward.run(index, carry, tensors, place=borders.places.get(index))
 
 
 class OnlineWay:
@@ -80,7 +89,7 @@ class OnlineWay:
     """
 
     def __init__(self, forward: Forward, slots: int) -> None:
-        forward.stretches.slots = slots
+        forward.stretches.division = CarrySlots(slots)
         self._forward = forward
         self._borders = OnlineBorders(slots)
         # A policy keeps tensors in slots of its own.
@@ -97,7 +106,7 @@ class OnlineWay:
             in_slot = dropped is None or dropped < self._borders.slots
             if in_slot and dropped is not None:
                 self._forward.stretches.drop(dropped)
-        return self._forward.run(index, carry, tensors, in_slot=in_slot, settings=self._settings)
+        return self._forward.run(index, carry, tensors, place=0 if in_slot else None, settings=self._settings)
 
 
 class BudgetedWay:
@@ -121,48 +130,61 @@ class BudgetedWay:
             BudgetError: The first step does not fit.
         """
         if self._way is not None:
-            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_all):
+            if index == 1 and not (isinstance(self._way, KnownWay) and self._way.keeps_first):
                 self._measuring.let_go()
             return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
         settings = replace(forward.settings, observer=measuring)
-        output = forward.run(index, carry, tensors, in_slot=True, settings=settings)
+        output = forward.run(index, carry, tensors, place=0, settings=settings)
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
         if len(following) == len(tensors):  # else the check of the carry says so
             self._way = self._follow(measuring.end(tensors, following))
+            if isinstance(self._way, KnownWay):
+                self._way.take_first(tensors)
         return output
 
 
-def way_of(body: Body, slices: Slices, width: int, steps: int | None, request: LoopRequest, settings: Settings) -> Way:
+def way_of(
+    body: Body,
+    slices: Slices,
+    tensors: list[Tensor],
+    steps: int | None,
+    request: LoopRequest,
+    settings: Settings,
+) -> Way:
     """Return the way in which a loop runs whose backward recomputes.
 
     Args:
         body: The code of a step.
         slices: What is scanned.
-        width: The number of tensors in a carry.
+        tensors: The tensors of the first carry.
         steps: The number of steps, None if it is not known.
         request: What the caller asks for.
         settings: How the regions behave.
     """
-    forward = Forward(body, slices, Stretches(width), settings)
-    store = None if request.store is None else offload(request.store, window_bytes=0)
+    forward = Forward(body, slices, Stretches(len(tensors), new_region(settings).held_tensor), settings)
+    stores = [offload(store, window_bytes=0) for store in request.stores]
 
     def follow(schedule: LoopSchedule) -> Way:
-        if store is not None:
-            schedule = with_store(schedule, request.transfer_steps)
+        if stores:
+            costs = request.store_costs(sum(one.nbytes for one in tensors), schedule.block)
+            schedule = replace(schedule, stores=costs)
         if request.on_schedule is not None:
             request.on_schedule(schedule)
-        return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, store)
+        return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, stores)
 
     def within(found: StepBytes) -> Way:
-        budget_bytes = request.budget_bytes - (steps or 0) * found.state
+        most = steps or request.max_length or 0
+        budget_bytes = request.budget_bytes - most * found.state
         if budget_bytes < 1:
             raise BudgetError(
-                f"a budget of {format_bytes(request.budget_bytes)} is below what {steps} steps keep of the generators "
+                f"a budget of {format_bytes(request.budget_bytes)} is below what {most} steps keep of the generators "
                 f"that they draw from, {format_bytes(found.state)} each."
             )
-        return follow(within_bytes(steps, found.carry, found.step, budget_bytes, shared_bytes=found.shared))
+        sizes = found.carry, found.step, budget_bytes
+        schedule = within_bytes(steps, *sizes, shared_bytes=found.shared, mixes=not stores)
+        return follow(replace(schedule, state_bytes=found.state))
 
     if request.slots is None:
         return BudgetedWay(forward, within)
-    return follow(LoopSchedule(steps=steps, slots=request.slots))
+    return follow(LoopSchedule(steps=steps, slots=request.slots, step_costs=request.step_costs))

@@ -27,6 +27,7 @@ from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
 
 # What a call runs: the user's function, or a wrapper of ours around it. A recompute runs the same body as the forward,
@@ -115,28 +116,23 @@ class Call:
         return self.ambient_state.casts
 
     def look(
-        self,
-        tensors: list[Tensor],
-        roots: Sequence[object],
-        objects: list[object],
-        *,
-        guard: Sequence[object],
-        preserve_rng: bool,
+        self, given: CallArguments, roots: Sequence[object], *, guard: Sequence[object], preserve_rng: bool
     ) -> None:
         """Capture all state that the call is about to see and may change, as Rule 6 may ask for it in the middle.
 
         Args:
-            tensors: The tensors among its arguments.
+            given: Its arguments.
             roots: The code that runs in it: the user's function, or modules.
-            objects: Other arguments that could have state.
             guard: Objects that the user named.
             preserve_rng: Whether a recompute draws the same numbers.
         """
+        tensors, objects, like = given.tensors, given.objects, given.like
         self.ambient_state = ambient_state()
         self.context = copy_context()
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
         modes = self.ambient_state.modes if self.ambient_state.has_modes else ()
-        contents = None if objects or guard or special or modes or len(roots) != 1 else plain_cells(roots[0])
+        is_bare = not (objects or guard or special or modes) and len(roots) == 1
+        contents = plain_cells(roots[0]) if is_bare else None
         if contents is not None:
             function = cast("FunctionType", roots[0])
             reads = reads_of(function.__code__)
@@ -144,6 +140,8 @@ class Call:
             self.sets_generators = reads.sets_generators
             if contents:
                 self.cells = function.__closure__ or (), contents
+        elif is_bare and like is not None and like.world is not NOTHING and like.world.is_here():
+            self.world, self.is_pure, self.sets_generators = like.world, like.is_pure, like.sets_generators
         else:
             world = World()
             for one in guard:
@@ -198,6 +196,38 @@ class Call:
     def frozen(self) -> list[Tensor]:
         """The tensors that it keeps in addition to its arguments."""
         return [tensor for each in (self.frozen_values or {}).values() for one in each for tensor in one.tensors]
+
+
+class CallArguments:
+    """The arguments of a call, taken apart.
+
+    Args:
+        template: The arguments, with numbers in place of tensors.
+        tensors: The tensors in them.
+        held: Inputs as a caller holds them who knows better than the region, as a loop does.
+        sources: Where each tensor comes from.
+        objects: Other arguments that could have state.
+        like: An earlier call of the same code: if its world is still here, the call shares it.
+    """
+
+    __slots__ = ("held", "like", "objects", "sources", "template", "tensors")
+
+    def __init__(
+        self,
+        template: object,
+        tensors: list[Tensor],
+        held: list[HeldTensor],
+        sources: list[Source],
+        *,
+        objects: Sequence[object] = (),
+        like: Call | None = None,
+    ) -> None:
+        self.template = template
+        self.tensors = tensors
+        self.held = held
+        self.sources = sources
+        self.objects = objects
+        self.like = like
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError, warn
-from torchremat.regions.calls import Call
+from torchremat.regions.calls import Call, CallArguments
 from torchremat.regions.restoring import Restored, run_again
 from torchremat.regions.threads import Now, thread
 from torchremat.state.containers import ContainerCopies
@@ -42,7 +42,8 @@ class CheckpointFunction(torch.autograd.Function):
             raise TypeError(f"function: expected a callable, got {type(run_function).__name__}.")
         inputs = _HeldArguments(args)
         call = Call(run_function, None, [])
-        call.look(inputs.tensors, (run_function,), inputs.objects, guard=(), preserve_rng=bool(preserve_rng_state))
+        given = CallArguments(None, inputs.tensors, [], [], objects=inputs.objects)
+        call.look(given, (run_function,), guard=(), preserve_rng=bool(preserve_rng_state))
         _warn_without_inputs(args, call.world.modules)
         ctx.save_for_backward(*inputs.own)
         now = thread.now

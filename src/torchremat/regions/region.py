@@ -37,7 +37,7 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
-from torchremat.regions.calls import Body, Call
+from torchremat.regions.calls import Body, Call, CallArguments
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
@@ -93,6 +93,7 @@ class Region(Recomputable):
         roots: Sequence[object],
         *,
         last: bool = True,
+        given: CallArguments | None = None,
     ) -> object:
         """Run `body` as the next call of the region and return its result.
 
@@ -102,12 +103,14 @@ class Region(Recomputable):
             kwargs: Its keyword arguments.
             roots: The objects from which everything that the call can reach is found: the user's function, or a module.
             last: Whether no further call will join, so that outputs need not be remembered.
+            given: The arguments taken apart, if the caller has done it.
         """
         around = thread.now.selecting
         if around is None and self.settings.policy is None:
-            return self._call(body, args, kwargs, roots, None, last)
+            return self._call(body, args, kwargs, roots, None, last, given)
         with SeenBy(None):
-            return self._call(body, args, kwargs, roots, partial(Choosing, self, self.settings, around), last)
+            choose = partial(Choosing, self, self.settings, around)
+            return self._call(body, args, kwargs, roots, choose, last, given)
 
     def _call(
         self,
@@ -117,19 +120,20 @@ class Region(Recomputable):
         roots: Sequence[object],
         choose: Callable[[Call, list[Tensor]], Choosing] | None,
         last: bool,
+        given: CallArguments | None,
     ) -> object:
-        tensors: list[Tensor] = []
-        objects: list[object] = []
-        template = split_call(args, kwargs, tensors, objects)
-        recording = self.recording
+        recording, settings = self.recording, self.settings
         number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
-        call = Call(body, template, recording.inputs.take(tensors, last=last), ref(self))
+        given = given or self._given(args, kwargs, last)
+        tensors = given.tensors
+        recording.inputs.held += given.held
+        call = Call(body, given.template, given.sources, ref(self))
         observer = self.settings.observer
         if observer is not None:
             held = [call.sources.index(one) for one in range(first_held, len(recording.inputs.held))]
             observer.holds(self, number, held)
             observer.looks(self)
-        call.look(tensors, roots, objects, guard=self.settings.guard, preserve_rng=self.settings.preserve_rng)
+        call.look(given, roots, guard=settings.guard, preserve_rng=settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
         pack, back = self._pack if recording.fingerprints is None else self._pack_with_values, unpack
@@ -146,7 +150,7 @@ class Region(Recomputable):
         if choose is not None:
             choosing = choose(call, tensors)
             pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
-        del tensors, objects
+        del tensors, given
         recording.calls.append(call)
         now = thread.now
         self.around = now.calls[-1].region if now.calls else None
@@ -186,6 +190,12 @@ class Region(Recomputable):
         if not last:
             recording.inputs.made(output, number)
         return output
+
+    def _given(self, args: tuple[object, ...], kwargs: dict[str, object], last: bool) -> CallArguments:
+        tensors: list[Tensor] = []
+        objects: list[object] = []
+        template = split_call(args, kwargs, tensors, objects)
+        return CallArguments(template, tensors, [], self.recording.inputs.take(tensors, last=last), objects=objects)
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:

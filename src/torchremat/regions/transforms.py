@@ -56,7 +56,7 @@ from torchremat._compat.transforms import (
     wrap_for_grad,
 )
 from torchremat.errors import CheckpointError, UnsupportedError
-from torchremat.regions.calls import Body
+from torchremat.regions.calls import Body, CallArguments
 from torchremat.regions.refilling import Refill
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
@@ -129,10 +129,11 @@ class _TransformedRegion(Region):
         roots: Sequence[object],
         *,
         last: bool = True,
+        given: CallArguments | None = None,
     ) -> object:
         """Run `body` as the next call of the region. See `Region.call`."""
         with hooks_under_transforms():
-            return super().call(body, args, kwargs, roots, last=last)
+            return super().call(body, args, kwargs, roots, last=last, given=given)
 
     def _pack(self, tensor: Tensor) -> object:
         if self._transforms and _level_to_detach(tensor) < 0:

@@ -13,7 +13,9 @@ counted: every schedule has it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import comb
+from typing import ClassVar
 
 from torchremat.errors import ScheduleError
 
@@ -88,6 +90,46 @@ def first_borders(steps: int, slots: int) -> list[int]:
     while (length := next_border(steps - borders[-1], slots + 1 - len(borders))) is not None:
         borders.append(borders[-1] + length)
     return borders
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What a run of steps leaves.
+
+    Attributes:
+        held: The steps whose carries are held, in order.
+        recorded: The steps whose saved tensors stay, in order; the last step is one.
+    """
+
+    held: tuple[int, ...]
+    recorded: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CarrySlots:
+    """Slots for carries alone: of a stretch the last step is recorded, in memory of its own.
+
+    Attributes:
+        units: The number of slots.
+        carry: The slots that a carry takes.
+        step: Those of a recorded step.
+        own: Those of a recorded step whose carry is in a slot.
+    """
+
+    units: int
+    carry: ClassVar[int] = 1
+    step: ClassVar[int] = 0
+    own: ClassVar[int] = 0
+
+    def marks(self, free: int, steps: int, first: int = 0) -> Marks:
+        """Return what steps leave when they run again from a carry in a slot.
+
+        Args:
+            free: The free slots, beyond that one.
+            steps: How many steps.
+            first: The number of the first step, in whose place the marks begin with 0.
+        """
+        return Marks(tuple(first_borders(steps, max(free, 0) + 1)[1:]), (steps - 1,))
 
 
 def _check(steps: int, slots: int) -> None:

@@ -2,16 +2,22 @@
 
 A block is a run of steps whose saved tensors are in memory together; carries are kept between blocks alone. With blocks
 of one step the schedule is that of `binomial.py`. With blocks of the square root of the length, and a slot for each, it
-is the checkpoint by hand: each step runs once more. A budget in bytes may lie anywhere between the two.
+is the checkpoint by hand: each step runs once more. A budget in bytes may lie anywhere between the two; and where it is
+tight, a mixture of carries and recorded blocks may be better than either, see `mixtures.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import gcd, isqrt
+from typing import TypeAlias
 
 from torchremat.errors import BudgetError, ScheduleError
-from torchremat.schedules.binomial import advances, first_borders
+from torchremat.schedules.binomial import CarrySlots, advances
+from torchremat.schedules.hierarchies import Hierarchy, StoreCost, hierarchy
+from torchremat.schedules.mixtures import MixtureTable, mixture
+from torchremat.schedules.uneven import UnevenSlots, uneven_slots
 from torchremat.tensors.sizes import format_bytes
 
 # NOTE [ The bound ]
@@ -30,6 +36,15 @@ from torchremat.tensors.sizes import format_bytes
 _UNITS = 512
 _MOST_REPEATS = 64
 
+# A mixture is found in about 50 ms if its table has at most so many entries times its steps; beyond, steps are joined
+# to blocks of a few.
+_MOST_WORK = 34_000_000
+_MOST_UNITS = 96
+
+
+# How a stretch is divided when it runs again.
+Division: TypeAlias = CarrySlots | MixtureTable | UnevenSlots
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSchedule:
@@ -39,51 +54,107 @@ class LoopSchedule:
         steps: The length; None if it is not known before the loop ends.
         slots: How many carries are in memory at a time.
         block: How many steps are recorded at once.
-        period: A carry goes to a store after so many blocks; None without a store.
+        state_bytes: Of the states of generators that a step draws from, and keeps unless autograd keeps the step.
+        stores: Where carries wait beyond the slots, with costs in blocks.
         carry_bytes: Of one carry, None if not measured.
         step_bytes: What autograd saves in one step, None if not measured.
-        shared_bytes: The part of that which is the step's carry, and in its slot if a block begins with the step.
+        shared_bytes: The part of that which is the step's carry, which may be in a slot at the same time.
+        units: With a mixture, how many units carries and recorded blocks share; else None.
+        unit_bytes: Of one unit.
+        step_costs: The times of the steps, None if they count as equal.
+        is_best: Whether no schedule with as many bytes runs fewer steps again, as a table of all of them shows.
     """
 
     steps: int | None
     slots: int
     block: int = 1
-    period: int | None = None
+    state_bytes: int = 0
+    stores: tuple[StoreCost, ...] = ()
     carry_bytes: int | None = None
     step_bytes: int | None = None
     shared_bytes: int = 0
+    units: int | None = None
+    unit_bytes: int = 1
+    step_costs: tuple[float, ...] | None = None
+    is_best: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "slots", "block", "period"):
+        for name in ("steps", "slots", "block"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScheduleError(f"{name}={value} must be at least 1")
-        if self.slots < 2 and self.period is not None:
-            raise ScheduleError("slots=1: a store needs two slots, one for the carry that is back from it")
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of a loop whose length is known."""
+        assert self.steps is not None
+        return -(-self.steps // self.block)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The places of carries in slots and stores."""
+        return hierarchy(self.blocks, self.slots, self.stores)
+
+    @property
+    def division(self) -> Division:
+        """How the steps of a stretch are divided when they run again."""
+        if self.step_costs is not None:
+            return uneven_slots(self.slots, self.step_costs)
+        if self.units is None:
+            return CarrySlots(self.slots)
+        carry, step, unit = self.carry_bytes or 1, self.block * (self.step_bytes or 1), self.unit_bytes
+        return mixture(
+            self.blocks, self.units, -(-carry // unit), -(-step // unit), -(-(step - self.shared_bytes) // unit)
+        )
 
     @property
     def saved_bytes(self) -> int | None:
-        """The most bytes that slots and recorded steps hold together, None if not measured."""
+        """The most bytes that slots, recorded steps and states hold together, None if not measured.
+
+        If the length is not known, without the states.
+        """
         if self.carry_bytes is None or self.step_bytes is None:
             return None
-        return self.slots * self.carry_bytes + self.block * self.step_bytes - self.shared_bytes
+        if self.steps is None:
+            return self.slots * self.carry_bytes + self.step_bytes
+        # The first step keeps its states in any case: it is measured.
+        kept = self.borders().kept_blocks
+        states = self.steps - sum(min(self.block, self.steps - one * self.block) for one in kept) + (0 in kept)
+        state_bytes = self.state_bytes * states
+        division = self.division
+        if isinstance(division, MixtureTable):
+            return division.most(self.blocks).units * self.unit_bytes + state_bytes
+        # With a slot for each block the last one begins with a carry in a slot; else that carry passes by.
+        shared = 0 if self.slots < self.blocks else self.shared_bytes
+        return self.slots * self.carry_bytes + self.block * self.step_bytes - shared + state_bytes
 
     @property
     def recomputed_steps(self) -> int | None:
         """How many steps run again in the backward, None if the length is not known."""
-        return None if self.steps is None else _recomputed(self.steps, self.slots, self.block, self.period)
+        if self.steps is None:
+            return None
+        division = self.division
+        if isinstance(division, MixtureTable):
+            return self.block * ((division.runs(self.blocks) or 0) - self.blocks)
+        if self.stores:
+            return self.block * (self.hierarchy.traffic().runs - self.blocks)
+        if isinstance(division, UnevenSlots):
+            return division.runs
+        return _recomputed(self.steps, self.slots, self.block)
 
     def least_recomputed(self) -> int | None:
         """Return a lower bound on that number for all schedules with as many bytes; None if they are not known.
 
         Without measured bytes it is the fewest for as many slots, with a slot for a carry and one recorded step.
         """
-        if self.steps is None or self.period is not None:
+        if self.steps is None or self.stores or self.step_costs is not None:
             return None
         saved = self.saved_bytes
         own_bytes = 0 if self.step_bytes is None else self.step_bytes - self.shared_bytes
+        if self.is_best:
+            return self.recomputed_steps
         if saved is None or not (self.carry_bytes and own_bytes):
-            return _recomputed(self.steps, self.slots, 1, None) if self.block == 1 else None
+            return _recomputed(self.steps, self.slots, 1) if self.block == 1 and self.units is None else None
         return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
 
     def borders(self) -> Borders:
@@ -94,31 +165,42 @@ class LoopSchedule:
         """
         if self.steps is None:
             raise ScheduleError("the length of the loop is not known before it ends")
-        blocks = -(-self.steps // self.block)
-        kept_from = (blocks - 1) * self.block
-        period = self.period
-        if period is None:
-            found = [block * self.block for block in first_borders(blocks, self.slots)]
-            return Borders(in_slots=frozenset(found), in_store=frozenset(), kept_from=kept_from)
-        start = (blocks - 1) // period * period
-        last = [(start + block) * self.block for block in first_borders(blocks - start, self.slots)]
-        stored = [block * self.block for block in range(0, start + 1, period)]
-        return Borders(in_slots=frozenset(last[1:]), in_store=frozenset(stored), kept_from=kept_from)
+        blocks, division = self.blocks, self.division
+        if isinstance(division, MixtureTable):
+            marks = division.first_marks(blocks)
+            found = [block * self.block for block in marks.held]
+            return Borders(places=dict.fromkeys(found, 0), kept_blocks=marks.recorded)
+        if self.stores:
+            places = {block * self.block: place for block, place in self.hierarchy.first_places().items()}
+        else:
+            held = division.marks(self.slots - 1, blocks).held
+            places = dict.fromkeys([0, *(block * self.block for block in held)], 0)
+        return Borders(places=places, kept_blocks=(blocks - 1,))
 
     def __str__(self) -> str:
         words = [f"{self.slots} slot{'s' if self.slots > 1 else ''}"]
+        if self.units is not None:
+            words = [f"up to {self.slots} carr{'ies' if self.slots > 1 else 'y'}"]
         if self.steps is not None:
             words.insert(0, f"{self.steps} steps")
         if self.carry_bytes is not None:
             words[-1] += f" of {format_bytes(self.carry_bytes)}"
         if self.block > 1:
             words.append(f"blocks of {self.block} steps")
-        if self.period is not None:
-            words.append(f"a carry to the store every {self.period * self.block} steps")
+        if self.units is not None:
+            words.append("and recorded steps in their place")
+        if self.stores:
+            traffic = self.hierarchy.traffic()
+            names = "the store" if len(self.stores) == 1 else f"{len(self.stores)} stores"
+            words.append(f"{traffic.writes} carries to {names} and {traffic.reads} back")
         if self.saved_bytes is not None:
             words.append(f"{format_bytes(self.saved_bytes)} at most")
         if self.recomputed_steps is not None:
             words.append(f"{self.recomputed_steps} steps run again")
+        division = self.division
+        if isinstance(division, UnevenSlots):
+            best = ", no schedule with as many slots takes less" if division.is_best else ""
+            words.append(f"which takes {division.time / sum(self.step_costs or ()):.2f} of all steps{best}")
         least = self.least_recomputed()
         if least is not None:
             words.append(f"no schedule with these bytes runs fewer than {least}")
@@ -130,29 +212,27 @@ class Borders:
     """What the first forward of a loop keeps.
 
     Attributes:
-        in_slots: The carries in slots.
-        in_store: The carries in a store.
-        kept_from: The first of the steps whose saved tensors autograd keeps, since backward begins with them.
+        places: Where carries are, by step: 0 for a slot, n for the n-th store.
+        kept_blocks: The blocks whose saved tensors autograd keeps, in order; backward begins with the last.
     """
 
-    in_slots: frozenset[int]
-    in_store: frozenset[int]
-    kept_from: int
+    places: Mapping[int, int]
+    kept_blocks: tuple[int, ...]
 
 
-def _recomputed(steps: int, slots: int, block: int, period: int | None) -> int:
+def _recomputed(steps: int, slots: int, block: int) -> int:
     """Return how many steps run again in the backward: those recorded, and those advanced for a carry."""
-    blocks = -(-steps // block)
-    recorded = (blocks - 1) * block
-    if period is None:
-        return recorded + block * (advances(blocks, slots) - (blocks - 1))
-    whole, rest = divmod(blocks - 1, period)
-    rest += 1
-    return recorded + block * (whole * advances(period, slots) + advances(rest, slots) - (rest - 1))
+    return block * advances(-(-steps // block), slots)
 
 
 def within_bytes(
-    steps: int | None, carry_bytes: int, step_bytes: int, budget_bytes: int, *, shared_bytes: int = 0
+    steps: int | None,
+    carry_bytes: int,
+    step_bytes: int,
+    budget_bytes: int,
+    *,
+    shared_bytes: int = 0,
+    mixes: bool = True,
 ) -> LoopSchedule:
     """Return the schedule of blocks and slots that runs the fewest steps again within a budget.
 
@@ -162,18 +242,19 @@ def within_bytes(
         step_bytes: What autograd saves in one step.
         budget_bytes: For carries in slots and recorded steps.
         shared_bytes: The part of `step_bytes` which is the step's carry.
+        mixes: Whether recorded blocks may take the place of carries.
 
     Raises:
         BudgetError: It is below one carry and one step.
         ScheduleError: There are no steps.
     """
     carry_bytes = max(carry_bytes, 1)
-    budget_bytes += shared_bytes
-    if budget_bytes < carry_bytes + step_bytes:
+    own_bytes = step_bytes - shared_bytes if steps == 1 else step_bytes
+    if budget_bytes < carry_bytes + own_bytes:
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes - shared_bytes)} is below one step of the loop: a carry has "
-            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(step_bytes - shared_bytes)} beyond it. "
-            f"Smallest budget that works: {format_bytes(carry_bytes + step_bytes - shared_bytes)}."
+            f"a budget of {format_bytes(budget_bytes)} is below one step of the loop: a carry has "
+            f"{format_bytes(carry_bytes)}, and autograd saves {format_bytes(own_bytes)} in a step. "
+            f"Smallest budget that works: {format_bytes(carry_bytes + own_bytes)}."
         )
     if steps is None:
         slots = (budget_bytes - step_bytes) // carry_bytes
@@ -183,13 +264,14 @@ def within_bytes(
     root = isqrt(steps)
     # Of all blocks that divide the loop into as many, the shortest leaves the most bytes to slots.
     lengths = {*range(1, root + 1), *(-(-steps // count) for count in range(1, root + 1))}
-    found = [
-        (_recomputed(steps, slots, block, None), block, slots)
-        for block in sorted(lengths)
-        if (slots := min((budget_bytes - block * step_bytes) // carry_bytes, -(-steps // block))) > 0
-    ]
+    found: list[tuple[int, int, int]] = []
+    for block in sorted(lengths):
+        blocks, left = -(-steps // block), budget_bytes - block * step_bytes
+        slots = blocks if blocks * carry_bytes <= left + shared_bytes else left // carry_bytes
+        if slots > 0:
+            found.append((_recomputed(steps, slots, block), block, slots))
     _, block, slots = min(found)
-    return LoopSchedule(
+    schedule = LoopSchedule(
         steps=steps,
         slots=slots,
         block=block,
@@ -197,32 +279,31 @@ def within_bytes(
         step_bytes=step_bytes,
         shared_bytes=shared_bytes,
     )
+    return _mixed(schedule, budget_bytes) if mixes else schedule
 
 
-def with_store(schedule: LoopSchedule, transfer_steps: float) -> LoopSchedule:
-    """Return a schedule with the period of a store that takes the least time.
-
-    Source: G. Aupy, J. Herrmann, P. Hovland, Y. Robert, "Optimal multistage algorithm for adjoint computation", SIAM J.
-    Sci. Comput. 38(3), 2016; and G. Aupy, J. Herrmann, "Periodicity in optimal hierarchical checkpointing schemes for
-    adjoint computations", Optim. Methods Softw. 32(3), 2017: with a store without limit, carries go there at a fixed
-    period, and each period is taken back with the slots in memory.
-
-    Args:
-        schedule: The schedule without a store.
-        transfer_steps: How long it takes to write a carry and to read it, in steps.
-    """
-    slots, block = schedule.slots, schedule.block
-    cost = transfer_steps / block
-
-    def seconds(period: int) -> float:
-        return (advances(period, slots) + cost) / period
-
-    best, period = seconds(1), 1
-    # Beyond the least the average only rises: advances are convex in the length.
-    while seconds(period + 1) <= best:
-        period += 1
-        best = seconds(period)
-    return replace(schedule, period=period)
+def _mixed(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
+    """Return a schedule with a mixture if it runs fewer steps again within the budget, else the one given."""
+    steps, carry, step, fewest = schedule.steps, schedule.carry_bytes, schedule.step_bytes, schedule.recomputed_steps
+    assert steps is not None and carry is not None and step is not None and fewest is not None
+    if fewest == 0:
+        return replace(schedule, is_best=True)
+    unit = max(gcd(carry, step, schedule.shared_bytes), -(-budget_bytes // _MOST_UNITS))
+    units = budget_bytes // unit
+    block = 1
+    if steps * steps * (units + 1) > _MOST_WORK:
+        block = -(-steps // isqrt(2 * _MOST_WORK // (3 * (units + 1))))
+    found = replace(schedule, block=block, units=units, unit_bytes=unit)
+    division = found.division
+    assert isinstance(division, MixtureTable)
+    runs = division.runs(found.blocks)
+    if runs is None:
+        return schedule
+    # The table has all schedules if nothing is rounded, and if a recorded step has its carry and so takes its place.
+    is_best = block == 1 and not (carry % unit or step % unit) and schedule.shared_bytes == carry
+    if block * (runs - found.blocks) >= fewest:
+        return replace(schedule, is_best=is_best)
+    return replace(found, slots=max(division.most(found.blocks).carries, 1), is_best=is_best)
 
 
 def least_recomputed(steps: int, carry_bytes: int, step_bytes: int, budget_bytes: int) -> int:

@@ -29,7 +29,9 @@ class OnlineBorders:
     Sci. Comput. 32(2), 2010, and Q. Wang, P. Moin, G. Iaccarino, "Minimal repetition dynamic checkpointing algorithm
     for unsteady adjoint calculation", SIAM J. Sci. Comput. 31(4), 2009. We differ: theirs bound the repeats, so that
     just before a further repeat begins they run up to 1.3 times as many steps as a schedule that knows the length; with
-    the exact cost of all choices it is 1.12 at most, from three slots on. With two slots no rule is below 1.17.
+    the exact cost of all choices it is 1.12 at most, from three slots on. With two slots there is one border, and a
+    rule of its own moves it no sooner than it has to: that is 41/35 = 1.171 times as many steps at most, and no rule
+    does better: each costs as much for some length up to 15.
 
     Args:
         slots: How many carries are kept at a time, at least 1.
@@ -53,6 +55,8 @@ class OnlineBorders:
         if len(lengths) < slots:
             lengths.append(1)
             return None
+        if slots == 2:
+            return self._next_of_two()
         count = len(lengths)
         costs = [_advances(length, slots - place) for place, length in enumerate(lengths)]
         # Behind a dropped border each stretch has one more slot.
@@ -75,3 +79,17 @@ class OnlineBorders:
             lengths[dropped - 1 : dropped + 1] = [lengths[dropped - 1] + lengths[dropped]]
             lengths.append(1)
         return dropped
+
+    def _next_of_two(self) -> int:
+        first, last = self.lengths[0], self.lengths[1] + 1
+        steps = first + last
+        runs = 2 * steps - 1 + _advances(first, 2) + _advances(last, 1) - (last - 1)
+        if steps not in _EARLY_MOVES and 35 * runs <= 41 * (_advances(steps, 2) + steps):
+            self.lengths = [first, last]
+            return 2
+        self.lengths = [steps - 1, 1]
+        return 1
+
+
+# The lengths at which the only border has to move while it still costs less than 41/35, so that it never costs more.
+_EARLY_MOVES = (4, 7, 11)

@@ -69,6 +69,7 @@ class Snapshot:
         waits: Whether a lazy module is about to make its parameters, which cannot be undone.
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
         is_inert: Whether the call can change nothing in it.
+        lasts: Whether another call may share it that begins in the same world: it holds nothing of the call itself.
 
     The state that an `Exchange` shows, and compares with the current one:
         dicts: The dicts that were reached; `then` is their contents.
@@ -93,6 +94,7 @@ class Snapshot:
         "graphed",
         "guarded",
         "is_inert",
+        "lasts",
         "modules",
         "named",
         "rest",
@@ -131,6 +133,8 @@ class Snapshot:
         if not all(map(_is_leaf, world.tensors)) and not is_transformed():  # there `detach` loses more than a graph
             graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
             self._let_graphs_go(graphed, holds=backs_up)
+        own_state = self.backups or self.graphed or self.guarded or self.shards or self.generators or self.waits
+        self.lasts = backs_up and not own_state
 
     @classmethod
     def of_cells(cls, cells: Iterable[CellType], contents: list[object]) -> Snapshot:
@@ -153,6 +157,15 @@ class Snapshot:
     def _replace(self, others: dict[int, Any]) -> None:
         self.then = self.then.with_values([other(one, others) for one in self.then.values])
         self.rest = [(one, with_others(before, others)) for one, before in self.rest]
+
+    def is_here(self) -> bool:
+        """Return whether a call of the same code that begins now would have the same snapshot, and may share it."""
+        return (
+            self.lasts
+            and [*map(flags_of, self.watched)] == self.flags
+            and self.then.are_here()
+            and all(one.is_same(before) for one, before in self.rest)
+        )
 
     @property
     def containers(self) -> frozenset[int]:

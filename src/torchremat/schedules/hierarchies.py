@@ -1,0 +1,242 @@
+"""The cheapest way back through a loop of equal steps whose carries may wait in stores beyond the slots in memory.
+
+    2 slots, one store     0     1     2     3     4     5     6     7     8
+    after the forward      w --------------- c --------------- c               w: a carry is in the store, c: in a slot
+
+Sources: G. Aupy, J. Herrmann, P. Hovland, Y. Robert, "Optimal multistage algorithm for adjoint computation", SIAM J.
+Sci. Comput. 38(3), 2016, for a store without a limit; J. Herrmann, G. Pallez, "H-Revolve: a framework for adjoint
+computation on synchronous hierarchical platforms", ACM TOMS 46(2), 2020, for several stores with limits. As there, a
+carry goes to a slower store only while none is in a faster one since, and transfers do not overlap with steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+
+import numpy as np
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.binomial import advances, first_borders
+
+# NOTE [ Hierarchies ]
+#
+# Let B(k) be what k steps cost with slots and faster stores, w and r what it takes to write a carry to the store and to
+# read it, and d the room that is left in it. Then k steps cost that begin with a carry that is
+#
+#     passing    F(d, k) = min(B(k), w + W(d - 1, k))        it goes to the store, or all is left to faster ones
+#     in there   S(d, k) = r + min(B(k), W(d, k))            it is read, and its place kept or not
+#                W(d, k) = min over j < k of j + F(d, k - j) + S(d, j)
+#
+# and F with all room is the B of the next store. The B of the first one is the closed form for slots.
+
+# A table is made in about 50 ms with so many entries times its steps. Of a longer loop every few steps are a place for
+# a carry in a store; slots may be anywhere.
+_MOST_WORK = 20_000_000
+_MOST_PLACES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCost:
+    """What a store for carries has and takes.
+
+    Attributes:
+        room: How many carries it can have, None without a limit.
+        write_steps: How long it takes to write a carry, in steps.
+        read_steps: How long it takes to read one.
+    """
+
+    room: int | None
+    write_steps: float
+    read_steps: float
+
+    def __post_init__(self) -> None:
+        if (self.room is not None and self.room < 0) or not (self.write_steps >= 0 and self.read_steps >= 0):
+            raise ScheduleError(f"{self}: room and costs must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What it takes to take steps back.
+
+    Attributes:
+        runs: Runs of steps, the first forward included.
+        writes: Carries written to stores.
+        reads: Carries read from there.
+    """
+
+    runs: int = 0
+    writes: int = 0
+    reads: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(runs=self.runs + other.runs, writes=self.writes + other.writes, reads=self.reads + other.reads)
+
+
+class _Level:
+    """The table of one store. See NOTE [ Hierarchies ].
+
+    Args:
+        below: What steps cost without it, by the number of places.
+        store: The store.
+        stride: How many steps lie between two places.
+    """
+
+    def __init__(self, below: np.ndarray, store: StoreCost, stride: int) -> None:
+        most = len(below) - 1
+        self.below = below
+        self.is_limited = store.room is not None
+        self.room = min(store.room, most) if store.room is not None else 0
+        self.stride = stride
+        self._passing = passing = np.zeros((self.room + 1, most + 1))
+        self._stored = np.zeros_like(passing)
+        self._waiting = waiting = np.zeros_like(passing)  # j + S(d, j)
+        sums = np.empty_like(passing)
+        for k in range(1, most + 1):
+            best = np.full(self.room + 1, np.inf)
+            if k > 1:
+                window = np.add(waiting[:, 1:k], passing[:, k - 1 : 0 : -1], out=sums[:, 1:k])
+                best = window.min(axis=1)
+            waiting[:, k] = stride * k + store.read_steps + np.minimum(below[k], best)
+            stores = np.append(np.inf, best[:-1]) if self.is_limited else best
+            passing[:, k] = np.minimum(below[k], store.write_steps + stores)
+
+    def cost(self) -> np.ndarray:
+        """Return what steps cost with all its room, by the number of places."""
+        return self._passing[-1]
+
+    def after(self, room: int) -> int:
+        """Return the room that is left when one more carry is in the store."""
+        return room - 1 if self.is_limited else room
+
+    def part(self, room: int, places: int) -> int:
+        """Return how many places of a carry that is in the store wait for it, all of them with 0 for slots and below.
+
+        Args:
+            room: Beyond that carry.
+            places: From the carry to the end.
+        """
+        if places < 2:
+            return 0
+        sums = self._waiting[room, 1:places] + self._passing[room, places - 1 : 0 : -1]
+        best = int(np.argmin(sums))
+        return 1 + best if sums[best] < self.below[places] else 0
+
+    def takes(self, room: int, places: int) -> bool:
+        """Return whether a carry that passes by goes to the store."""
+        return bool(self._passing[room, places] < self.below[places])
+
+
+class Hierarchy:
+    """Places for carries in slots and stores, with the least cost.
+
+    Args:
+        steps: The length of the loop.
+        slots: How many carries are in memory at a time.
+        stores: The stores, the fastest first.
+    """
+
+    def __init__(self, steps: int, slots: int, stores: tuple[StoreCost, ...]) -> None:
+        self.steps, self.slots = steps, slots
+        rooms = max([1, *(one.room + 1 for one in stores if one.room is not None)])
+        most = min(_MOST_PLACES, max(isqrt(_MOST_WORK // min(rooms, steps)), 2))
+        self.stride = -(-steps // most)
+        lengths = [self.stride * count for count in range(-(-steps // self.stride) + 1)]
+        below = np.array([0.0, *(length + advances(length, slots) for length in lengths[1:])])
+        self.levels: list[_Level] = []
+        for store in stores:
+            level = _Level(below, store, self.stride)
+            self.levels.append(level)
+            below = level.cost()
+        self._known: dict[tuple[int, int, int, bool], Traffic] = {}
+
+    def first_places(self) -> dict[int, int]:
+        """Return where the first forward leaves carries, by step: 0 for a slot, n for the n-th store."""
+        places: dict[int, int] = {}
+        level = len(self.levels)
+        self._pass(places, 0, self.steps, level, self._room(level))
+        return places
+
+    def places(self, steps: int, store: int, used: int) -> dict[int, int]:
+        """Return where steps leave carries that run again from a carry in a store; as `first_places`.
+
+        Args:
+            steps: How many steps.
+            store: The number of the store, from 1 on.
+            used: How many carries are in it, up to that one.
+        """
+        places: dict[int, int] = {}
+        level = self.levels[store - 1]
+        room = max(level.room - used, 0) if level.is_limited else 0
+        part = level.part(room, self._count(steps)) * self.stride
+        if part:
+            self._pass(places, part, steps - part, store, room)
+        else:
+            self._pass(places, 0, steps, store - 1, self._room(store - 1))
+        return places
+
+    def cost(self) -> float:
+        """Return what it takes in all, in steps."""
+        return float(self.levels[-1].cost()[-1])
+
+    def traffic(self) -> Traffic:
+        """Return what that is."""
+        level = len(self.levels)
+        return self._traffic(self.steps, level, self._room(level), is_stored=False)
+
+    def _room(self, store: int) -> int:
+        return self.levels[store - 1].room if store else 0
+
+    def _count(self, steps: int) -> int:
+        return -(-steps // self.stride)
+
+    def _pass(self, places: dict[int, int], first: int, steps: int, store: int, room: int) -> None:
+        """Note where steps leave carries, given that the first carry passes by."""
+        while store:
+            level = self.levels[store - 1]
+            if not level.takes(room, self._count(steps)):
+                store -= 1
+                room = self._room(store)
+                continue
+            places[first] = store
+            room = level.after(room)
+            part = level.part(room, self._count(steps)) * self.stride
+            first, steps = first + part, steps - part
+        for border in first_borders(steps, self.slots):
+            places[first + border] = 0
+
+    def _traffic(self, steps: int, store: int, room: int, *, is_stored: bool) -> Traffic:
+        key = steps, store, room, is_stored
+        if key in self._known:
+            return self._known[key]
+        total = Traffic(reads=1) if is_stored else Traffic()
+        left = steps
+        while True:
+            if store == 0:
+                total += Traffic(runs=left + advances(left, self.slots))
+                break
+            level = self.levels[store - 1]
+            if is_stored:
+                part = level.part(room, self._count(left)) * self.stride
+                if part:
+                    total += Traffic(runs=part, reads=1) + self._traffic(left - part, store, room, is_stored=False)
+                    left = part
+                    continue
+                is_stored = False
+            elif level.takes(room, self._count(left)):
+                room = level.after(room)
+                part = level.part(room, self._count(left)) * self.stride
+                total += Traffic(runs=part, writes=1) + self._traffic(part, store, room, is_stored=True)
+                left -= part
+                continue
+            store -= 1
+            room = self._room(store)
+        self._known[key] = total
+        return total
+
+
+@lru_cache(16)
+def hierarchy(steps: int, slots: int, stores: tuple[StoreCost, ...]) -> Hierarchy:
+    """Return the places for these sizes, as found before if they were: the loop of a training step is the same."""
+    return Hierarchy(steps, slots, stores)
