@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TypeAlias
 
 from torchremat.errors import ScheduleError
@@ -83,6 +84,7 @@ class Chain:
     Attributes:
         stages: At least one.
         tail_bytes: Highest live bytes between the last forward and the first backward, above the held bytes.
+        borders: Stages before which solvers end every region: around equal stages, so that their tables stay small.
 
     Raises:
         ScheduleError: Lists every number that is negative or not finite, and every stage without options.
@@ -90,11 +92,27 @@ class Chain:
 
     stages: tuple[Stage, ...]
     tail_bytes: int = 0
+    borders: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
         if problems:
             raise ScheduleError("no chain: " + "; ".join(problems))
+
+    @cached_property
+    def stretches(self) -> tuple[range, ...]:
+        """The longest runs of stages that one region may contain: without borders and stages that stay kept."""
+        found, begin = list[range](), 0
+        for index, stage in enumerate(self.stages):
+            if index in self.borders or not stage.recomputable:
+                found.append(range(begin, index))
+                begin = index + (not stage.recomputable)
+        found.append(range(begin, len(self.stages)))
+        return tuple(stretch for stretch in found if stretch)
+
+    def is_uniform(self, stretch: range) -> bool:
+        """Whether a run of stages has more than one, and all are equal."""
+        return len(stretch) > 1 and all(self.stages[index] == self.stages[stretch.start] for index in stretch)
 
 
 def _problems(chain: Chain) -> Iterator[str]:

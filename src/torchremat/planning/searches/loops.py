@@ -1,0 +1,140 @@
+"""Loops in a trace: the same units many times in a row, as recurrent cells, unrolled solvers or tied layers are called.
+
+A loop is observed in the trace, not declared: units with equal signatures and equal links recur with a period. One
+period is a *step*. The units of a step become one stage of the solver's chain, and all steps become equal stages:
+
+    units     embed  cell head  cell head  cell head  ...  norm           links of cell: 2 units back; of head: 1 back
+    stages    embed  step       step       step            norm           linked input of a step: the state, and no more
+
+So the optimal persistent schedules of such a chain are the multistage ones, of any number of steps. Beside that, a
+long chain of unequal stages would leave the solver's tables with few, coarse slots; equal stages share their tables.
+
+The step in the middle stands for all. The first one has no earlier step to link to, and mostly saves less; it is found
+by its modules alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchremat.planning.profiles.units import Units
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+
+# The fewest steps of a loop.
+_FEWEST = 16
+
+# The most units of a step. A link from further back counts as one from outside of the loop.
+_MOST_UNITS = 32
+
+# Up to so many units the tables have fine slots for any chain, and a region may then span the border of a loop.
+_SHORT = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLoop:
+    """The same units many times in a row.
+
+    Attributes:
+        first: The first unit.
+        period: The units of a step.
+        steps: The number of steps.
+    """
+
+    first: int
+    period: int
+    steps: int
+
+    @property
+    def stop(self) -> int:
+        """The unit after its last one."""
+        return self.first + self.period * self.steps
+
+    def step(self, number: int) -> range:
+        """Return the units of a step."""
+        begin = self.first + self.period * number
+        return range(begin, begin + self.period)
+
+
+def loops_in(units: Units) -> tuple[FoundLoop, ...]:
+    """Return the loops of a trace that are worth it: long ones, and ones whose steps have several units."""
+    kinds = _kinds(units)
+    found = [loop for row in units.rows for loop in _loops(units, kinds, row.start, row.stop)]
+    if len(units.units) > _SHORT or any(loop.period > 1 for loop in found):
+        return tuple(found)
+    return ()
+
+
+def stages_of(units: Units, loops: Sequence[FoundLoop]) -> tuple[range, ...]:
+    """Return the units of each stage: one unit, or a step of a loop."""
+    found, unit = list[range](), 0
+    for loop in loops:
+        found += [range(one, one + 1) for one in range(unit, loop.first)]
+        found += map(loop.step, range(loop.steps))
+        unit = loop.stop
+    return (*found, *(range(one, one + 1) for one in range(unit, len(units.units))))
+
+
+def expanded(tree: Tree, stages: Sequence[range]) -> Tree:
+    """Return a tree over stages as a tree over their units."""
+    if len(stages) == stages[-1].stop:
+        return tree
+    around: list[tuple[Iterator[KeepNode | RegionNode], list[KeepNode | RegionNode]]] = [(iter(tree), [])]
+    while True:
+        waiting, nodes = around[-1]
+        node = next(waiting, None)
+        if isinstance(node, RegionNode):
+            around.append((iter(node.children), []))
+        elif node is not None:
+            nodes += [KeepNode(unit, node.option) for unit in stages[node.stage]]
+        elif len(around) == 1:
+            return tuple(nodes)
+        else:
+            around.pop()
+            around[-1][1].append(RegionNode(tuple(nodes)))
+
+
+def _kinds(units: Units) -> list[int]:
+    """Return a number for each unit, the same for units of equal signatures and links."""
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(_kind(units, unit), len(numbers)) for unit in range(len(units.units))]
+
+
+def _kind(units: Units, unit: int) -> object:
+    own, trace = units.units[unit], units.trace
+    links = dict(own.links)
+    inputs = [
+        (
+            min(unit - links[storage], _MOST_UNITS + 1) if storage in links else 0,
+            trace.storage_bytes[storage] if storage in trace.died else 0,
+        )
+        for storage in own.inputs
+    ]
+    return units.signature(unit), tuple(inputs), own.carried
+
+
+def _loops(units: Units, kinds: Sequence[int], begin: int, end: int) -> Iterator[FoundLoop]:
+    """Yield the loops among some consecutive units: the longest, and the ones before and after it."""
+    own, best = np.array(kinds[begin:end]), FoundLoop(first=begin, period=1, steps=0)
+    for period in range(1, min(_MOST_UNITS, len(own) // _FEWEST) + 1):
+        # Runs of units that equal the unit one period later.
+        edges = np.flatnonzero(np.diff(own[:-period] == own[period:], prepend=False, append=False))
+        if not len(edges):
+            continue
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        place = int(lengths.argmax())
+        steps = int(lengths[place]) // period + 1
+        if steps >= _FEWEST and steps * period > best.steps * best.period:
+            best = FoundLoop(first=begin + int(starts[place]), period=period, steps=steps)
+    if best.steps:
+        if best.first - best.period >= begin and _names(units, best.step(-1)) == _names(units, best.step(0)):
+            best = replace(best, first=best.first - best.period, steps=best.steps + 1)
+        yield from _loops(units, kinds, begin, best.first)
+        yield best
+        yield from _loops(units, kinds, best.stop, end)
+
+
+def _names(units: Units, step: range) -> list[list[str]]:
+    return [[name for name, _ in units.units[unit].keys] for unit in step]
