@@ -16,7 +16,7 @@ by its modules alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -117,24 +117,28 @@ def _kind(units: Units, unit: int) -> object:
 
 def _loops(units: Units, kinds: Sequence[int], begin: int, end: int) -> Iterator[FoundLoop]:
     """Yield the loops among some consecutive units: the longest, and the ones before and after it."""
-    own, best = np.array(kinds[begin:end]), FoundLoop(first=begin, period=1, steps=0)
-    for period in range(1, min(_MOST_UNITS, len(own) // _FEWEST) + 1):
+    own, best, period = np.array(kinds[begin:end]), range(0), 0
+    for every in range(1, min(_MOST_UNITS, len(own) // _FEWEST) + 1):
         # Runs of units that equal the unit one period later.
-        edges = np.flatnonzero(np.diff(own[:-period] == own[period:], prepend=False, append=False))
-        if not len(edges):
-            continue
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        place = int(lengths.argmax())
-        steps = int(lengths[place]) // period + 1
-        if steps >= _FEWEST and steps * period > best.steps * best.period:
-            best = FoundLoop(first=begin + int(starts[place]), period=period, steps=steps)
-    if best.steps:
-        if best.first - best.period >= begin and _names(units, best.step(-1)) == _names(units, best.step(0)):
-            best = replace(best, first=best.first - best.period, steps=best.steps + 1)
-        yield from _loops(units, kinds, begin, best.first)
-        yield best
-        yield from _loops(units, kinds, best.stop, end)
+        edges = np.flatnonzero(np.diff(own[:-every] == own[every:], prepend=False, append=False))
+        starts, stops = edges[::2], edges[1::2] + every
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            if stop - start >= max(_FEWEST * every, len(best) + every):
+                best, period = range(begin + start, begin + stop), every
+    if best:
+        found = _with_first_step(units, best, period, begin)
+        yield from _loops(units, kinds, begin, found.first)
+        yield found
+        yield from _loops(units, kinds, found.stop, end)
 
 
-def _names(units: Units, step: range) -> list[list[str]]:
-    return [[name for name, _ in units.units[unit].keys] for unit in step]
+def _with_first_step(units: Units, periodic: range, period: int, begin: int) -> FoundLoop:
+    """Return the loop of units that recur with a period, with the step before them, from unit `begin` on, if any."""
+
+    def names(first: int) -> list[list[str]]:
+        return [[name for name, _ in unit.keys] for unit in units.units[first : first + period]]
+
+    for second in periodic[:period]:
+        if second - period >= begin and names(second - period) == names(second):
+            return FoundLoop(first=second - period, period=period, steps=(periodic.stop - second) // period + 1)
+    return FoundLoop(first=periodic.start, period=period, steps=len(periodic) // period)
