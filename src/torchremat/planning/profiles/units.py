@@ -245,8 +245,8 @@ class _Linker:
                 )
             raise StepError(
                 "no call of the model can be recomputed: each writes in place to its inputs or to its parameters, or "
-                "runs a reverse-mode transform of torch.func or a `torchremat.loop`. There is nothing to plan; write out "
-                "of place."
+                "runs a reverse-mode transform of torch.func or a `torchremat.loop`. There is nothing to plan; write "
+                "out of place."
             )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
