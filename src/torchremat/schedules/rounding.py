@@ -130,7 +130,7 @@ def default_slot(chain: Chain, limit_bytes: int) -> int:
     stages, n = chain.stages, len(chain.stages)
     if chain.borders:
         lengths = [len(stretch) for stretch in chain.stretches if not chain.is_uniform(stretch)]
-        most = _WORK // max(1, 2 * n**2 + sum(length**3 // 6 for length in lengths))
+        most = _WORK // max(1, 4 * n**2 + sum(length**3 // 6 for length in lengths))
         most = int(np.clip(most, *_SLOTS_OF_LOOPS))
     else:
         most = int(np.clip(_WORK // max(1, n**3 // 6), *_SLOTS))

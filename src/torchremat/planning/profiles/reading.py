@@ -105,9 +105,10 @@ class Profile:
     def nominal_s(self) -> tuple[tuple[float, float], ...]:
         """For each unit the seconds of its forward on a generic device: in full, and up to its last save."""
         log, found = self.units.trace.operators, list[tuple[float, float]]()
+        last_save = {save.call: save.position for save in log.saves}
         for unit in self.units.units:
             calls = {inner for call in unit.calls for inner in self.units.trace.descendants(call)}
-            ends = max((save.position for save in log.saves if save.call in calls), default=0)
+            ends = max((last_save.get(call, 0) for call in calls), default=0)
             operators = [index for call in unit.calls for index in self.units.trace.calls[call].operators]
             seconds = [(index, nominal_seconds(log, log.runs[index])) for index in operators]
             found.append((sum(s for _, s in seconds), sum(s for index, s in seconds if index < ends)))

@@ -29,8 +29,10 @@ _FEWEST = 16
 # The most units of a step. A link from further back counts as one from outside of the loop.
 _MOST_UNITS = 32
 
-# Up to so many units the tables have fine slots for any chain, and a region may then span the border of a loop.
-_SHORT = 160
+# Up to so many units the tables of a chain of units have fine slots, and up to so many they take half a minute. In such
+# a chain a region may begin and end anywhere; between, that matters only where steps have several units.
+_FINE = 160
+_MOST = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,19 @@ class FoundLoop:
 
 
 def loops_in(units: Units) -> tuple[FoundLoop, ...]:
-    """Return the loops of a trace that are worth it: long ones, and ones whose steps have several units."""
+    """Return the loops of a trace, in order."""
     kinds = _kinds(units)
-    found = [loop for row in units.rows for loop in _loops(units, kinds, row.start, row.stop)]
-    if len(units.units) > _SHORT or any(loop.period > 1 for loop in found):
-        return tuple(found)
-    return ()
+    return tuple(loop for row in units.rows for loop in _loops(units, kinds, row.start, row.stop))
+
+
+def have_parts(loops: Sequence[FoundLoop]) -> bool:
+    """Whether steps have several units, which then are kept or recomputed together."""
+    return any(loop.period > 1 for loop in loops)
+
+
+def are_long(units: Units, loops: Sequence[FoundLoop]) -> bool:
+    """Whether a chain of steps takes the place of the chain of units: that would take too long, or is no better."""
+    return bool(loops) and len(units.units) > (_MOST if have_parts(loops) else _FINE)
 
 
 def stages_of(units: Units, loops: Sequence[FoundLoop]) -> tuple[range, ...]:

@@ -19,7 +19,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
-from torchremat.planning.searches.loops import FoundLoop, expanded, loops_in, stages_of
+from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import loosened
 from torchremat.planning.searches.peak_bounds import PeakBounds
 from torchremat.planning.searches.search_budget import SearchBudget
@@ -36,7 +36,7 @@ _TABLE_SHARE = 0.5
 _JUDGING_SHARE = 0.5
 
 # The highest limit of a table for a chain with loops, over that of the next finer one.
-_FINER = 4
+_FINER = 2
 
 # How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
 # judgement takes longer then.
@@ -59,15 +59,23 @@ class Solver:
         cost: What to minimise.
         hand_made: Whether all uniform trees, as people write them by hand, are tried. They gain nothing in mixtures
             except the finest, where a block is several stretches, each alike.
+        over_steps: Whether stages are steps of loops, if there are any; those of a long chain are in any case.
         search_budget: The time limit.
     """
 
     def __init__(
-        self, profile: Profile, cost: Cost, *, hand_made: bool = True, search_budget: SearchBudget | None = None
+        self,
+        profile: Profile,
+        cost: Cost,
+        *,
+        hand_made: bool = True,
+        over_steps: bool = False,
+        search_budget: SearchBudget | None = None,
     ) -> None:
         self.profile = profile
         self.cost_unit: Cost = cost
         self.hand_made = hand_made
+        self.over_steps = over_steps
         self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._known: dict[Tree, Candidate] = {}
         self._tables: dict[int, JudgedTable] = {}  # by the highest limit of each
@@ -75,7 +83,8 @@ class Solver:
     @cached_property
     def loops(self) -> tuple[FoundLoop, ...]:
         """The loops whose steps are stages of the chain."""
-        return loops_in(self.profile.units)
+        units, found = self.profile.units, loops_in(self.profile.units)
+        return found if self.over_steps or are_long(units, found) else ()
 
     @cached_property
     def chain(self) -> Chain:
@@ -117,7 +126,7 @@ class Solver:
         """Return the optimal persistent schedules for limits up to one, with trees judged so far.
 
         A long loop fits into a small part of what it needs plainly, in which the slots of a table for all limits are
-        too coarse: it has tables for limits of a quarter each of the one before.
+        too coarse: it has tables for limits of a half each of the one before.
         """
         most_bytes, least_bytes = self._highest_bytes, max(limit_bytes, self._step_bytes)
         while self.chain.borders and most_bytes // _FINER > least_bytes:
