@@ -1,5 +1,7 @@
 """Plans of steps that call the same modules many times in a row, and of models that run a `torchremat.loop`."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -104,11 +106,15 @@ def test_steps_of_several_units_are_stages_as_well():
     assert len(by_steps.chain.stages) == 60
 
 
+@cache
+def solved_unrolled():
+    own = blocks(*unrolled())
+    return own, Solver(own, "flops")
+
+
 @pytest.mark.parametrize("slots", [3, 5, 8, 15])
 def test_a_plan_recomputes_no_more_than_the_multistage_schedule(slots):
-    model, step = unrolled()
-    own = blocks(model, step)
-    solver = Solver(own, "flops")
+    own, solver = solved_unrolled()
     last = len(own.sizes) - 1
     (found,) = loops_in(own.units)
     # The binomial schedule for a number of states, by hand; encoder and decoder are kept.
