@@ -9,7 +9,7 @@ from torch import nn
 from planning.steps import blocks, differences, keep_all, outcome, profile, traced_peak, under
 from probes.planning import FoundLoop, PlanOptions, Search, Solver, depth, loops_in, predict
 from schedules.binomial_trees import binomial_tree
-from torchremat import Planner, UnsupportedError, checkpoint, loop
+from torchremat import Planner, UnsupportedError, checkpoint, loop, plan
 
 
 class Recurrent(nn.Module):
@@ -122,12 +122,12 @@ def test_a_plan_recomputes_no_more_than_the_multistage_schedule(slots):
     tree = (*keep_all(1), *(shifted(node, found.first) for node in inner), *keep_all(last + 1)[last:])
     multistage = predict(own, tree)
 
-    plan = solver.solve(multistage.peak_bytes)
+    made = solver.solve(multistage.peak_bytes)
 
-    assert plan is not None
-    assert plan.prediction.peak_bytes <= multistage.peak_bytes
-    assert plan.prediction.flops <= multistage.flops
-    assert depth(plan.tree) > 1
+    assert made is not None
+    assert made.prediction.peak_bytes <= multistage.peak_bytes
+    assert made.prediction.flops <= multistage.flops
+    assert depth(made.tree) > 1
 
 
 def shifted(node, by):
@@ -145,13 +145,13 @@ def test_plans_of_loops_are_exact(make):
     floor, plain = planner.floor_bytes, planner.plain_peak()[0]
 
     for budget in (floor, floor + (plain - floor) // 20, floor + (plain - floor) // 4):
-        plan = planner.plan(budget)
-        with under(model, planner.profile, plan.tree):
+        made = planner.plan(budget)
+        with under(model, planner.profile, made.tree):
             found, peak = outcome(model, step), traced_peak(model, step)
 
         assert not differences(found, expected)
-        assert peak == plan.step_peak_bytes - planner.fixed_bytes
-        assert plan.recomputed_calls >= 60
+        assert peak == made.step_peak_bytes - planner.fixed_bytes
+        assert made.recomputed_calls >= 60
 
 
 def test_a_head_for_each_step_does_not_hold_its_state():
@@ -223,15 +223,24 @@ def test_a_model_with_loops_is_planned_around_them(options):
     ]
     assert planner.peak_of(planner.solver.plain) == planner.plain_peak()[0]
     for budget in (planner.floor_bytes, (planner.floor_bytes + planner.plain_peak()[0]) // 2):
-        plan = planner.plan(budget)
-        plan.apply(model)
+        made = planner.plan(budget)
+        made.apply(model)
         found, peak = outcome(model, step), traced_peak(model, step)
-        plan.remove(model)
+        made.remove(model)
 
         assert not differences(found, expected)
-        assert plan.recomputed_calls
-        assert peak == plan.step_peak_bytes - planner.fixed_bytes
-        assert plan.certificate.missing == ("the step runs a `torchremat.loop`, which recomputes by itself",)
+        assert made.recomputed_calls
+        assert peak == made.step_peak_bytes - planner.fixed_bytes
+        assert made.certificate.missing == ("the step runs a `torchremat.loop`, which recomputes by itself",)
+
+
+def test_a_model_with_loops_is_planned_without_running_it():
+    model, step = declared(slots=3)
+
+    found = plan(model, step, budget="min", cost="flops", on="meta", device="a100")
+
+    assert found.recomputed_calls
+    assert found.peak_bytes < found.plain_peak_bytes
 
 
 def test_a_loop_of_unknown_length_and_one_in_the_step_itself():
@@ -254,12 +263,12 @@ def test_a_loop_of_unknown_length_and_one_in_the_step_itself():
 
     expected = outcome(model, step)
     planner = Planner(model, step, cost="flops")
-    plan = planner.plan("min")
+    made = planner.plan("min")
 
-    plan.apply(model)
+    made.apply(model)
 
     assert not differences(outcome(model, step), expected)
-    assert traced_peak(model, step) == plan.step_peak_bytes - planner.fixed_bytes
+    assert traced_peak(model, step) == made.step_peak_bytes - planner.fixed_bytes
 
 
 def test_a_module_that_a_loop_calls_is_no_unit_elsewhere_either():
@@ -274,10 +283,10 @@ def test_a_module_that_a_loop_calls_is_no_unit_elsewhere_either():
         return model["field"](y).square().mean()
 
     expected = outcome(model, step)
-    plan = Planner(model, step, cost="flops").plan("min")
-    plan.apply(model)
+    made = Planner(model, step, cost="flops").plan("min")
+    made.apply(model)
 
-    assert [unit.name for unit in plan.units] == ["block"]
+    assert [unit.name for unit in made.units] == ["block"]
     assert not differences(outcome(model, step), expected)
 
 
