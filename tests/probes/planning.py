@@ -34,6 +34,7 @@ from torchremat.planning.profiles.watching import UnitObserver, every_unit, halv
 from torchremat.planning.searches import options
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.loops import FoundLoop, loops_in
 from torchremat.planning.searches.loosening import PeakBounds
 from torchremat.planning.searches.options import options_of, options_with
 from torchremat.planning.searches.search import Search

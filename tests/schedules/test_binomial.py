@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 
+from schedules.binomial_trees import binomial_tree
 from schedules.brute_force import make_option, make_stage
 from torchremat import ScheduleError
 from torchremat.schedules.binomial import advances, first_borders, most_steps, next_border, repeats_for
-from torchremat.schedules.chain import Chain, KeepNode, RegionNode
+from torchremat.schedules.chain import Chain
 from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.persistent import Persistent
 
@@ -74,32 +75,12 @@ def test_known_numbers():
     assert first_borders(5, 30) == [0, 1, 2, 3, 4]
 
 
-def tree_of(steps, slots):
-    """The schedule as a tree of regions, in which the last step of each stretch is recorded."""
-
-    def nodes(first, end, free, is_held):
-        borders = [*first_borders(end - first, free), end - first]
-        made = []
-        for number, (begin, stop) in enumerate(pairwise(borders)):
-            last = stop == end - first
-            inner = (first + begin, first + stop, free - number)
-            if last and stop - begin == 1:
-                made.append(KeepNode(first + begin))
-            elif last:
-                made += [RegionNode(tuple(nodes(inner[0], inner[1] - 1, inner[2], True))), KeepNode(first + stop - 1)]
-            else:
-                made.append(RegionNode(tuple(nodes(*inner, True))))
-        return made
-
-    return tuple(nodes(0, steps, slots, False))
-
-
 @pytest.mark.parametrize(("steps", "slots"), [(2, 1), (3, 2), (6, 2), (10, 3), (14, 3), (20, 4), (24, 6)])
 def test_it_is_the_cheapest_tree_of_the_chain(steps, slots):
     # A carry has one byte; a step that is recorded saves it, and nothing else.
     option = make_option(0, input=True, peak=1, stopped=0, back=1)
     chain = Chain(stages=(make_stage(option, linked=1, output=1, drop=1),) * steps)
-    outcome = interpret(chain, tree_of(steps, slots))
+    outcome = interpret(chain, binomial_tree(steps, slots))
 
     # Recorded are all steps but the last; the first forward is not counted.
     assert outcome.cost == advances(steps, slots) - (steps - 1) + (steps - 1)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedules.brute_force import evaluate, make_option, make_stage, random_chain, trees
+from schedules.brute_force import evaluate, leaves, make_option, make_stage, random_chain, trees
 from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import Outcome, interpret
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
@@ -78,5 +78,55 @@ def test_tables_without_time_know_no_regions():
 
     least = sum(min(option.cost for option in stage.options) for stage in chain.stages)
     assert cut.top[0, -1] == full.top[0, -1] == least
+    assert first_finite(cut.top[0]) > first_finite(full.top[0])
+    assert all((rows == INFINITE).all() for rows in (*cut.v, *cut.w))
+
+
+@pytest.mark.parametrize("borders", [{1}, {2}, {1, 3}])
+def test_no_region_spans_a_border(borders):
+    def spans(node):
+        return isinstance(node, list) and any(leaves(node)[0] < border <= leaves(node)[-1] for border in borders)
+
+    for seed in range(60):
+        chain = replace(random_chain(seed, 4, 1), borders=frozenset(borders))
+        least = [math.inf] * 80
+        for peak, cost in (evaluate(chain, forest) for forest in trees(chain) if not any(map(spans, forest))):
+            if peak < len(least):
+                least[peak] = min(least[peak], cost)
+        for limit in range(1, len(least)):
+            least[limit] = min(least[limit], least[limit - 1])
+
+        assert Tables(chain, slot_bytes=1, slots=len(least) - 1).top[0].tolist() == least, seed
+
+
+def loops(seed, *, differ=0.0):
+    """Stages, five equal ones, a stage, and seven equal ones, with borders; their costs may differ by a little."""
+    one, other, before, between = random_chain(seed, 4, 2, recomputable=1).stages
+    stages = [before, *(one,) * 5, between, *(other,) * 7]
+    stages = [replace(stage, forward=stage.forward * (1 + number * differ)) for number, stage in enumerate(stages)]
+    return Chain(stages=tuple(stages), tail_bytes=2, borders=frozenset({1, 6, 7, 14}))
+
+
+def test_equal_steps_share_their_tables():
+    for seed in range(20):
+        chains = loops(seed), loops(seed, differ=1e-12)
+        found, expected = (Tables(chain, slot_bytes=1, slots=70) for chain in chains)
+
+        assert (found.top == expected.top).all()
+        assert all((a == b).all() for a, b in zip(found.v, expected.v, strict=True))
+        assert all((a == b).all() for a, b in zip(found.w, expected.w, strict=True))
+        # A row for each length, in place of one for each stretch.
+        assert found.v[7].base is found.v[13].base is not None
+        assert len(found.v[7].base) == len(found.w[13].base) == 7
+
+
+def test_tables_of_equal_steps_without_time_know_no_regions():
+    chain = loops(3)
+    full = Tables(chain, slot_bytes=1, slots=200)
+
+    cut = Tables(chain, slot_bytes=1, slots=200, most_seconds=-1.0)
+
+    assert not cut.are_whole
+    assert cut.top[0, -1] == full.top[0, -1]
     assert first_finite(cut.top[0]) > first_finite(full.top[0])
     assert all((rows == INFINITE).all() for rows in (*cut.v, *cut.w))

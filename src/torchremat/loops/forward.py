@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat._compat.fakes import is_fake
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
 from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
@@ -135,9 +136,11 @@ class Forward:
         """Return the settings for the first step: its values are compared, at the cost of one step.
 
         This finds a body that draws from a generator which is not registered. Kernels of other devices than the CPU may
-        add in another order each time.
+        add in another order each time, and fake tensors have no values.
         """
-        if settings.check != "metadata" or self.is_transformed or any(one.device.type != "cpu" for one in tensors):
+        if settings.check != "metadata" or self.is_transformed:
+            return settings
+        if any(one.device.type != "cpu" or is_fake(one) for one in tensors):
             return settings
         return replace(settings, check="values")
 

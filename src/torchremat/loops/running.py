@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
 from torchremat._compat.dynamo import outside_graphs
@@ -15,7 +16,7 @@ from torchremat.loops.slices import Slices
 from torchremat.loops.ways import PlainWay, way_of
 from torchremat.regions.decisions import Policy
 from torchremat.regions.settings import Check, Settings
-from torchremat.regions.threads import makes_regions
+from torchremat.regions.threads import makes_regions, thread
 from torchremat.schedules.loops import LoopSchedule
 from torchremat.tensors.handles import Store
 
@@ -112,11 +113,12 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
         raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")
     checks, slices = CarryCheck(carry), Slices(xs)
     steps = request.steps(slices.length)
-    way = PlainWay(body, slices)
+    way, around = PlainWay(body, slices), None
     if makes_regions():
-        way = way_of(body, slices, checks.tensors, steps, request, settings)
+        way, around = way_of(body, slices, checks.tensors, steps, request, settings), thread.around_loop
     outputs: list[object] = []
-    while request.goes_on(len(outputs), steps, carry):
-        carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))
-        outputs.append(output)
-    return carry, stacked(outputs)
+    with nullcontext() if around is None else around():
+        while request.goes_on(len(outputs), steps, carry):
+            carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))
+            outputs.append(output)
+        return carry, stacked(outputs)

@@ -84,7 +84,7 @@ def calls_of(units: Units) -> Calls:
         others=tuple(planned(call, key) for call, key in units.others),
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
         opened=tuple(planned(call, key) for call, key in units.opened if key[0] in whole),
-        met=frozenset(call.name for call in trace.calls),
+        met=trace.looped.union(call.name for call in trace.calls),
         vary=trace.operators.is_sized_by_values,
     )
 

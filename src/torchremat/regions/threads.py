@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 from weakref import ReferenceType
@@ -117,10 +117,12 @@ class Thread(threading.local):
     Attributes:
         now: The state around the running code. See NOTE [ In which thread a backward runs ].
         on_carried: Told of each value that is put into a carrier, and when it is taken out.
+        around_loop: Returns a context that each loop runs its steps in.
     """
 
     def __init__(self) -> None:
         self.on_carried: Callable[[object], None] | None = None
+        self.around_loop: Callable[[], AbstractContextManager[None]] | None = None
         self._own = Now()
         if is_pythons_thread():
             self.now = self._own

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 from torchremat.errors import ScheduleError
@@ -81,6 +83,7 @@ class Chain:
     Attributes:
         stages: At least one.
         tail_bytes: Highest live bytes between the last forward and the first backward, above the held bytes.
+        borders: Stages before which solvers end every region: around equal stages, so that their tables stay small.
 
     Raises:
         ScheduleError: Lists every number that is negative or not finite, and every stage without options.
@@ -88,11 +91,22 @@ class Chain:
 
     stages: tuple[Stage, ...]
     tail_bytes: int = 0
+    borders: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
         if problems:
             raise ScheduleError("no chain: " + "; ".join(problems))
+
+    @cached_property
+    def stretches(self) -> tuple[range, ...]:
+        """The longest runs of stages that one region may contain: those between borders."""
+        cuts = sorted({0, len(self.stages), *self.borders})
+        return tuple(range(begin, end) for begin, end in pairwise(cuts))
+
+    def is_uniform(self, stretch: range) -> bool:
+        """Whether a run of stages has more than one, and all are equal."""
+        return len(stretch) > 1 and all(self.stages[index] == self.stages[stretch.start] for index in stretch)
 
 
 def _problems(chain: Chain) -> Iterator[str]:

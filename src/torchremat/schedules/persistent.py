@@ -207,18 +207,18 @@ class Persistent:
     def _choice(self, s: int, t: int, m: int, pays: bool) -> _NextNode | None:
         """Return how the cheapest end of a region goes on: the term of V(s, t, m) or, if it pays, W(s, t, m)."""
         tables, sizes = self._tables, self._tables.sizes
-        base = int(sizes.backward_base[t])
+        base, rest = int(sizes.backward_base[t]), s + 1 - tables.stretch_of[s].start
         best, choice = INFINITE, None
         for option, term in enumerate(sizes.terms(s, linked=pays, again=True)):
             if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
-                cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
+                cost = term.stopped_cost if s == t else term.cost + tables.w[t][rest, m - term.held]
                 if cost < best:
                     best, choice = cost, _NextNode(last=s, held=term.held, option=option)
         held = sizes.up(self.chain.stages[s].linked_bytes) if pays else 0
         needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
         count = int(np.count_nonzero(needs <= m - held))
         if count:
-            costs = tables.v[s][:count, m - held] + tables.w[t][s + 1 : s + 1 + count, m - held]
+            costs = tables.v[s][:count, m - held] + tables.w[t][rest : rest + count, m - held]
             if costs.min() < best:
                 choice = _NextNode(last=s + int(costs.argmin()), held=held, option=None)
         return choice

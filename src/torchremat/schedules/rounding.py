@@ -23,6 +23,8 @@ _WORK = 3_000_000_000
 _TABLE = 250_000_000
 # Below 500 slots rounding matters; above 4000 it is below the accuracy of a profile.
 _SLOTS = (500, 4000)
+# With loops, whose equal steps have sizes that few slots divide, and for which there are tables of several limits.
+_SLOTS_OF_LOOPS = (100, 2000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Rounding:
         stages = chain.stages
         self.forward_base: Bytes = np.array([stage.forward_base_bytes for stage in stages], np.int64)
         self.backward_base: Bytes = np.array([stage.backward_base_bytes for stage in stages], np.int64)
+        self._forward: NDArray[np.float32] = np.array([stage.forward for stage in stages], np.float32)
         self.external: Bytes = np.array([stage.external_bytes for stage in stages], np.int64)
         self._terms: dict[tuple[int, bool, bool, bool], list[Term]] = {}
         self._first_drop: Bytes = np.array([max(stage.drop_peak_bytes, stage.output_bytes) for stage in stages])
@@ -83,7 +86,7 @@ class Rounding:
 
     def forwards(self, first: int, end: int) -> NDArray[np.float32]:
         """Return the cost of a forward from `first` through each stage in first..end-1."""
-        return np.cumsum([stage.forward for stage in self.chain.stages[first:end]], dtype=np.float32)
+        return np.cumsum(self._forward[first:end], dtype=np.float32)
 
     def terms(self, stage: int, *, linked: bool = False, external: bool = False, again: bool = False) -> list[Term]:
         """Return the options of a stage.
@@ -125,8 +128,13 @@ def default_slot(chain: Chain, limit_bytes: int) -> int:
     stages, 2250 for 200, 500 for 350 and more, and from 500 stages on fewer.
     """
     stages, n = chain.stages, len(chain.stages)
-    most = int(np.clip(_WORK // max(1, n**3 // 6), *_SLOTS))
-    most = max(100, min(most, _TABLE // n**2 - n))
+    if chain.borders:
+        lengths = [len(stretch) for stretch in chain.stretches if not chain.is_uniform(stretch)]
+        most = _WORK // max(1, 4 * n**2 + sum(length**3 // 6 for length in lengths))
+        most = int(np.clip(most, *_SLOTS_OF_LOOPS))
+    else:
+        most = int(np.clip(_WORK // max(1, n**3 // 6), *_SLOTS))
+        most = max(100, min(most, _TABLE // n**2 - n))
     least = min(most, _SLOTS[0])
     smallest, largest = max(1, limit_bytes // most), max(1, limit_bytes // least)
     held = Counter[int]()

@@ -37,6 +37,7 @@ from torchremat.tensors.structure import tensors_in
 
 _DEVICE = torch.ops.prim.device.default  # a query for the device of a fake is not an operator of a step
 _NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
+_LOOPED = "the step runs a `torchremat.loop`, which recomputes by itself"
 _COMPILED = "the step runs compiled code, of which no operators are seen"
 
 
@@ -76,6 +77,8 @@ def plain_step(
         peers: The processes of which all run it, or none.
     """
     peers = peers or Peers()
+    if profile.units.trace.loops:
+        return Unseen(reason=_LOOPED)
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
     try:

@@ -174,7 +174,7 @@ class _CallTree:
         inner = list(self.roots)
         for call in inner:
             inner += made if len(made := self.made.get(call, [])) == 1 else []
-        forced = {call.name for call in calls if call.is_overwritten or call.is_transforming}.union(
+        forced = {call.name for index, call in enumerate(calls) if self.trace.is_never_unit(index)}.union(
             self.unlike, (calls[call].name for call in inner)
         )
         # A module that opens a scope wherever it is called cannot be part of a unit.

@@ -105,9 +105,10 @@ class Profile:
     def reached(self) -> tuple[tuple[list[int], int], ...]:
         """For each unit its operators, and the first operator after its last save, which no recompute reaches."""
         trace, found = self.units.trace, list[tuple[list[int], int]]()
+        last_save = {save.call: save.position for save in trace.operators.saves}
         for unit in self.units.units:
             calls = {inner for call in unit.calls for inner in trace.descendants(call)}
-            ends = max((save.position for save in trace.operators.saves if save.call in calls), default=0)
+            ends = max((last_save.get(call, 0) for call in calls), default=0)
             found.append(([index for call in unit.calls for index in trace.calls[call].operators], ends))
         return tuple(found)
 

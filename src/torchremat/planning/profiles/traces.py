@@ -62,6 +62,7 @@ class TracedCall:
         mutated: Places in `inputs` whose tensors it wrote to in place.
         is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
         is_transforming: Whether a reverse-mode transform of torch.func ran in it, which no region can contain.
+        is_looping: Whether a `torchremat.loop` ran in it, which manages its own memory: no region contains it.
         saved: The saves of autograd directly in it, not in the calls inside.
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
@@ -88,6 +89,7 @@ class TracedCall:
     mutated: list[int] = field(default_factory=list[int])
     is_overwritten: bool = False
     is_transforming: bool = False
+    is_looping: bool = False
     saved: list[SavedStorage] = field(default_factory=list[SavedStorage])
     carried: tuple[int, ...] = ()
     entered: int
@@ -121,6 +123,8 @@ class Trace:
         operators: All operators that ran.
         allocations: The allocator's events meanwhile, with a mark before and after each operator; None if not recorded.
         sharded: The names of the modules that FSDP2 has sharded.
+        loops: The number of times that a `torchremat.loop` ran.
+        looped: The names of the modules that these called. Their calls are not among the calls.
     """
 
     calls: list[TracedCall]
@@ -135,6 +139,13 @@ class Trace:
     operators: OperatorTrace = field(default_factory=OperatorTrace)
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()
+    loops: int = 0
+    looped: frozenset[str] = frozenset()
+
+    def is_never_unit(self, index: int) -> bool:
+        """Whether a call is no unit whatever the grain, so that it stays code between the units, or is split."""
+        call = self.calls[index]
+        return call.is_overwritten or call.is_transforming or call.is_looping or call.name in self.looped
 
     def descendants(self, index: int) -> list[int]:
         """Return the calls made inside call `index`, itself included, at any depth, in order."""

@@ -12,8 +12,8 @@ such modules three forwards run: one runs eagerly and shows operators, one compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -72,6 +72,9 @@ class _Tracer:
         self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
+        self.loops = 0  # that have begun
+        self.inside_loops = 0
+        self.looped: set[str] = set()
         self.idle_since = -1  # number of operators that had run when the last call returned
         self.fixed = frozenset(number for tensor in _named(model) for number in self.storages_of(tensor))
 
@@ -128,6 +131,18 @@ class _Tracer:
         for index in self.open:
             self.calls[index].is_transforming = True
 
+    @contextmanager
+    def loop(self) -> Generator[None]:
+        """Note that the open calls have a loop, which manages its own memory: calls made in it are not looked at."""
+        for index in self.open:
+            self.calls[index].is_looping = True
+        self.loops += 1
+        self.inside_loops += 1
+        try:
+            yield
+        finally:
+            self.inside_loops -= 1
+
     def carried(self, value: object) -> None:
         """Record a value where it is put, and where it is taken: calls begun between get it outside their arguments."""
         storages = [one for tensor in tensors_in(value) for one in self.storages_of(tensor, new=True)]
@@ -153,13 +168,15 @@ class _Tracer:
     ) -> object:
         self.thread.check_here(named(name))
         check_transform_around(named(name))
+        if self.inside_loops:
+            self.looped.add(name)
+            return function(*args, **kwargs)
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:
             raise UnsupportedError(
-                f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or runs a "
-                "`torchremat.loop`, or something like `save_on_cpu` is active. What it saves there is out of a plan's "
-                "reach; switch that off (in transformers: `gradient_checkpointing_disable()`), the plan decides what "
-                "is recomputed."
+                f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or "
+                "something like `save_on_cpu` is active. What it saves there is out of a plan's reach; switch that off "
+                "(in transformers: `gradient_checkpointing_disable()`), the plan decides what is recomputed."
             )
         tensors: list[Tensor] = []
         objects: list[object] = []
@@ -253,11 +270,11 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
         with intercepted(model, tracer.run), transforms_beside_hooks(tracer.transforms):
             tracer.hook = left_to_transform(except_traced(tracer.save))
             push_saved_tensor_hooks(tracer.hook, never)
-            thread.on_carried = tracer.carried
+            thread.on_carried, thread.around_loop = tracer.carried, tracer.loop
             try:
                 result = step(model)
             finally:
-                thread.on_carried = None
+                thread.on_carried = thread.around_loop = None
                 pop_saved_tensor_hooks()
                 tracer.hook = None  # it references the tracer
         loss = loss_of(result)
@@ -281,6 +298,8 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorT
         flops=flops.total,
         operators=log.trace,
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
+        loops=tracer.loops,
+        looped=frozenset(tracer.looped),
     )
 
 

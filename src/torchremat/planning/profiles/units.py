@@ -9,6 +9,8 @@
                       a call whose parameters are written in it or later, like `nn.Embedding(max_norm=...)`
     torch.func        a call in which a reverse-mode transform runs (`grad`, `vjp`) is no unit, since no region can
                       contain it
+    loops             a call in which a `torchremat.loop` runs is no unit, since the loop manages its own memory; nor is
+                      any call of a module that a loop calls, since code that counts calls would count the loop's
     barrier           regions do not span two calls of a root, since each opens a scope of its own: also where a root
                       is called inside another one, as in a step that calls both the model and a part of it
 """
@@ -227,7 +229,7 @@ class _Linker:
     def units(self) -> Units:
         for index in self.chosen:
             call, scope = self.trace.calls[index], self.scope(index)
-            if call.is_overwritten or call.is_transforming or call.name in self.unlike:
+            if self.trace.is_never_unit(index) or call.name in self.unlike:
                 continue  # it stays code between the units, like the calls below
             if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
@@ -243,7 +245,8 @@ class _Linker:
                 )
             raise StepError(
                 "no call of the model can be recomputed: each writes in place to its inputs or to its parameters, or "
-                "runs a reverse-mode transform of torch.func. There is nothing to plan; write out of place."
+                "runs a reverse-mode transform of torch.func or a `torchremat.loop`. There is nothing to plan; write "
+                "out of place."
             )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)

@@ -1,5 +1,6 @@
 """The best plan for a profile and a limit: candidates from the solvers, judged by the exact interpreter.
 
+loops.py             loops in the trace, whose steps are equal stages of the chain
 chains.py            a profile as a chain of scalars
 flows.py             the operators of a step or unit as a dataflow
 replays.py           the bytes of a region that holds some operators' outputs, and of its backward

@@ -1,4 +1,4 @@
-"""A profile as a chain of scalars, for the solvers.
+"""A profile as a chain of scalars, for the solvers. A stage is a unit, or a step of a loop; see `loops`.
 
 Scalars lose the facts that depend on storages (shared inputs, skips, live ranges), so the exact interpreter judges each
 tree that a solver returns, never the chain.
@@ -6,10 +6,12 @@ tree that a solver returns, never the chain.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.loops import FoundLoop
 from torchremat.planning.simulator.points import OptionBytes, ProgramPoint
 from torchremat.planning.simulator.prediction import extra_at
 from torchremat.schedules.chain import Chain, Option, Stage
@@ -35,15 +37,91 @@ def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, fl
     return flops + nominal_s * _SECONDS_SHARE * profile.units.trace.flops / max(profile.nominal_forward_s, 1e-9)
 
 
-def chain_of(profile: Profile, cost: Cost) -> Chain:
-    """Return the chain of a profile; its bytes are relative to the start of the step."""
+def chain_of(profile: Profile, cost: Cost, loops: Sequence[FoundLoop] = ()) -> Chain:
+    """Return the chain of a profile; its bytes are relative to the start of the step.
+
+    Args:
+        profile: The profile.
+        cost: The unit of the chain's costs.
+        loops: The loops whose steps are stages, in order.
+    """
     seen: set[int] = set()
-    stages = tuple(_stage(profile, unit, cost, seen) for unit in range(len(profile.units.units)))
+    last = len(profile.units.units) - 1
+    units = [_stage(profile, unit, cost, seen) for unit in range(last + 1)]
+    stages, borders, unit = list[Stage](), set[int](), 0
+    for loop in loops:
+        stages += units[unit : loop.first]
+        borders.add(len(stages))
+        stages += [_step_stage(profile, loop, units)] * loop.steps
+        borders.add(len(stages))
+        unit = loop.stop
+    stages += units[unit:]
     tails = [
         profile.extra_bytes[key] + profile.after_bytes[key]
-        for key in ((ProgramPoint.LEFT, len(stages) - 1), (ProgramPoint.END, 0))
+        for key in ((ProgramPoint.LEFT, last), (ProgramPoint.END, 0))
     ]
-    return Chain(stages=stages, tail_bytes=max(0, *tails))
+    return Chain(stages=tuple(stages), tail_bytes=max(0, *tails), borders=frozenset(borders))
+
+
+def _step_stage(profile: Profile, loop: FoundLoop, stages: Sequence[Stage]) -> Stage:
+    """Return the stage that stands for each step of a loop, from its units' stages and from the step in the middle."""
+    step, units, sizes = loop.step(loop.steps // 2), profile.units.units, profile.sizes
+    linked, external = _taken(profile, loop, step)
+    state, _ = _taken(profile, loop, loop.step(loop.steps // 2 + 1))  # passed on to the next step
+    own = [stages[unit] for unit in step]
+    needs = [set[int]().union(state, *(units[later].inputs for later in step if later >= unit)) for unit in step]
+    made, saved, inside_bytes = set[int](), set[int](), 0  # by the units of the step so far
+    dropping, keeping = list[int](), list[int]()  # bytes above those at the step's entry, without those of its inputs
+    for unit, needed in zip(step, needs, strict=True):
+        dropping.append(_bytes_of(profile, made & needed))
+        keeping.append(inside_bytes + _bytes_of(profile, saved | made & needed))
+        made |= {*units[unit].outputs} - linked - external
+        saved |= {*sizes[unit].saved, *sizes[unit].left} - linked - external
+        inside_bytes += sizes[unit].inside_bytes
+    full = [size + sizes[unit].full_peak_bytes for size, unit in zip(keeping, step, strict=True)]
+    taken_by_backward = set[int]().union(*(sizes[unit].saved for unit in step))
+    default = Option(
+        saved_bytes=inside_bytes + _bytes_of(profile, saved - state),  # the next step counts the state
+        saves_input=bool(linked & taken_by_backward),
+        saves_external=bool(external & taken_by_backward),
+        cost=0.0,
+        forward_peak_bytes=max(full),
+        truncated_peak_bytes=max([*full[:-1], keeping[-1] + sizes[step[-1]].truncated_peak_bytes]),
+        backward_peak_bytes=max(stage.options[0].backward_peak_bytes for stage in own),
+    )
+    everywhere = stages[loop.first : loop.stop]
+    return Stage(
+        forward=sum(stage.forward for stage in own),
+        truncated=sum(stage.forward for stage in own[:-1]) + own[-1].truncated,
+        linked_bytes=_bytes_of(profile, linked),
+        external_bytes=_bytes_of(profile, external),
+        output_bytes=_bytes_of(profile, state),
+        drop_peak_bytes=max(size + stage.drop_peak_bytes for size, stage in zip(dropping, own, strict=True)),
+        options=(default, *(own[0].options[1:] if loop.period == 1 else ())),
+        # What is live beside the plan grows from step to step; it is the most where the slots are the fewest.
+        forward_base_bytes=max(stage.forward_base_bytes for stage in everywhere),
+        backward_base_bytes=max(stage.backward_base_bytes for stage in everywhere),
+    )
+
+
+def _taken(profile: Profile, loop: FoundLoop, step: range) -> tuple[set[int], set[int]]:
+    """Return the inputs of a step that are made by earlier steps of its loop, and the others that no earlier took."""
+    units, died = profile.units.units, profile.units.trace.died
+    linked, others = set[int](), set[int]()
+    for unit in step:
+        links = dict(units[unit].links)
+        for storage in units[unit].inputs:
+            producer = links.get(storage, -1)
+            if storage in died and producer < step.start:
+                (linked if producer >= loop.first else others).add(storage)
+    before = set[int]().union(*(units[unit].inputs for unit in range(loop.first, step.start)))
+    return linked, others - before
+
+
+def _bytes_of(profile: Profile, storages: Iterable[int]) -> int:
+    """Return the bytes of storages; one that lives to the end whatever the plan is costs nothing to hold."""
+    trace = profile.units.trace
+    return sum(trace.storage_bytes[storage] for storage in storages if storage in trace.died)
 
 
 def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:

@@ -14,10 +14,12 @@ scaled to the seconds of the units measured without watching.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from operator import attrgetter
 from statistics import median
 
-from torchremat.planning.profiles.operators import Run
+from torchremat.planning.profiles.operators import Run, SavedValue
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
@@ -64,25 +66,27 @@ def operators_of(profile: Profile, unit: int) -> range:
 
 def values_of(profile: Profile, unit: int) -> list[int]:
     """Return the values that a unit's operators read, make or save, in the order of its dataflow."""
-    log, inside = profile.units.trace.operators, _calls_of(profile, unit)
-    runs = [log.runs[index] for index in operators_of(profile, unit)]
-    saved = (save.value for save in log.saves if save.call in inside)
+    runs = [profile.units.trace.operators.runs[index] for index in operators_of(profile, unit)]
+    saved = (save.value for save in _saves_in(profile, unit))
     return list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
 
 
 def saves_of(profile: Profile, unit: int) -> list[int] | None:
     """Return the values that autograd saves in a unit, in the order of the saves; None if not all of them are known."""
     place = {value: index for index, value in enumerate(values_of(profile, unit))}
-    inside = _calls_of(profile, unit)
     if any(save.others for save in profile.units.saves_in(unit)):
         return None  # one save consists of several values
-    saves = [place[save.value] for save in profile.units.trace.operators.saves if save.call in inside]
+    saves = [place[save.value] for save in _saves_in(profile, unit)]
     return saves if len(saves) == len(profile.units.saved(unit)) else None
 
 
-def _calls_of(profile: Profile, unit: int) -> set[int]:
-    trace = profile.units.trace
-    return {inner for call in profile.units.units[unit].calls for inner in trace.descendants(call)}
+def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
+    """Return what autograd saves in a unit, in order."""
+    trace, ran = profile.units.trace, operators_of(profile, unit)
+    calls = {inner for call in profile.units.units[unit].calls for inner in trace.descendants(call)}
+    saves, position = trace.operators.saves, attrgetter("position")
+    around = saves[bisect_left(saves, ran.start, key=position) : bisect_right(saves, ran.stop, key=position)]
+    return [save for save in around if save.call in calls]
 
 
 def _values(
@@ -91,9 +95,8 @@ def _values(
     trace = profile.units.trace
     log = trace.operators
     saved: dict[int, int] = {}
-    inside = None if unit is None else _calls_of(profile, unit)
-    for save in log.saves:
-        if (inside is None or save.call in inside) and not save.is_dropped:
+    for save in log.saves if unit is None else _saves_in(profile, unit):
+        if not save.is_dropped:
             saved[save.value] = save.position - operators.start
     own = None if unit is None else profile.units.units[unit]
     inputs = set(() if own is None else own.inputs)

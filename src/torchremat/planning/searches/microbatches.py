@@ -131,7 +131,7 @@ def _of_table(solver: Solver, table: Persistent) -> Iterator[Candidate]:
         return
     asked = lowest + (most - lowest) * np.linspace(0.0, 1.0, _TREES) ** 2
     for slots in sorted({round(one) for one in asked.tolist()}):
-        yield solver.judged(table.tree_at(slots))
+        yield solver.scheduled(table, slots)
 
 
 def _undominated(found: Iterable[Share]) -> list[Share]:

@@ -11,6 +11,7 @@ from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
+from torchremat.planning.searches.loops import are_long, have_parts, loops_in
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
@@ -38,7 +39,8 @@ class Search:
     kept is live together with their saved tensors: further mixtures split the last one, the last two and all but the
     first. All of this applies as long as the units stay few enough to plan in a second. One more mixture splits the
     units that are split in the step with the lowest peak, see `grain`, whatever the number of units. The modules around
-    units are planned as they are, for tensors that can be kept in parts of them.
+    units are planned as they are, for tensors that can be kept in parts of them. Where the steps of loops have several
+    units, one more search is over whole steps.
 
     Args:
         pair: The profile.
@@ -74,8 +76,14 @@ class Search:
     def _with_options(self, profile: Profile) -> Profile:
         return replace(profile, options=options_of(profile, self.cost_unit, self.search_budget))
 
-    def _solver(self, profile: Profile, *, hand_made: bool = True) -> Solver:
-        return Solver(profile, self.cost_unit, hand_made=hand_made, search_budget=self.search_budget)
+    def _solver(self, profile: Profile, *, hand_made: bool = True, over_steps: bool = False) -> Solver:
+        return Solver(
+            profile,
+            self.cost_unit,
+            hand_made=hand_made,
+            over_steps=over_steps,
+            search_budget=self.search_budget,
+        )
 
     @property
     def plain(self) -> Candidate:
@@ -86,6 +94,8 @@ class Search:
     def solvers(self) -> tuple[Solver, ...]:
         """One solver for each mixture, and one for the modules around the units."""
         units = self.pair.blocks.units
+        loops = loops_in(units)
+        is_in_parts = have_parts(loops) and not are_long(units, loops)
         # A module is split in all of its calls or in none, since its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
         for call in sorted(divisible(self.pair)):
@@ -113,12 +123,16 @@ class Search:
             self.blocks,
             *(self._solver(mixture, hand_made=len(mixture.units.units) == finest) for mixture in mixtures),
             *(self._solver(one) for one in (self.pair.around,) if one and one.options),
+            *([self._solver(self.pair.blocks, over_steps=True)] if is_in_parts else ()),
         )
 
     @property
     def _all_solvers(self) -> tuple[Solver, ...]:
-        """All solvers, including whole units: parts of units lead a search away from low peaks that whole ones have."""
-        return tuple(dict.fromkeys((*self.solvers, self.whole)))
+        """All solvers, including whole units: parts of units lead a search away from low peaks that whole ones have.
+
+        For a long loop, both would take too long.
+        """
+        return tuple(dict.fromkeys((*self.solvers, self.blocks if self.blocks.loops else self.whole)))
 
     @property
     def storings(self) -> Iterator[Storing]:

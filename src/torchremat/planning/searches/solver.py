@@ -10,6 +10,7 @@ The chain's scalars err to both sides, so the solver's limit is itself searched 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.chains import Cost, amount, chain_of
+from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate, predict
@@ -29,6 +31,9 @@ _TABLE_SHARE = 0.5
 
 # The reported share before the polish of a tree, which takes about as long.
 _JUDGING_SHARE = 0.5
+
+# The highest limit of a table for a chain with loops, over that of the next finer one.
+_FINER = 2
 
 # How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
 # judgement takes longer then.
@@ -51,23 +56,42 @@ class Solver:
         cost: What to minimise.
         hand_made: Whether all uniform trees, as people write them by hand, are tried. They gain nothing in mixtures
             except the finest, where a block is several stretches, each alike.
+        over_steps: Whether stages are steps of loops, if there are any; those of a long chain are in any case.
         search_budget: The time limit.
     """
 
     def __init__(
-        self, profile: Profile, cost: Cost, *, hand_made: bool = True, search_budget: SearchBudget | None = None
+        self,
+        profile: Profile,
+        cost: Cost,
+        *,
+        hand_made: bool = True,
+        over_steps: bool = False,
+        search_budget: SearchBudget | None = None,
     ) -> None:
         self.profile = profile
         self.cost_unit: Cost = cost
         self.hand_made = hand_made
+        self.over_steps = over_steps
         self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._known: dict[Tree, Candidate] = {}
-        self._peaks: dict[int, int] = {}  # of the trees judged so far, by level of the table
+        self._tables: dict[int, JudgedTable] = {}  # by the highest limit of each
+
+    @cached_property
+    def loops(self) -> tuple[FoundLoop, ...]:
+        """The loops whose steps are stages of the chain."""
+        units, found = self.profile.units, loops_in(self.profile.units)
+        return found if self.over_steps or are_long(units, found) else ()
 
     @cached_property
     def chain(self) -> Chain:
         """The profile as scalars."""
-        return chain_of(self.profile, self.cost_unit)
+        return chain_of(self.profile, self.cost_unit, self.loops)
+
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The units of each stage of the chain."""
+        return stages_of(self.profile.units, self.loops)
 
     @cached_property
     def option_costs(self) -> list[list[float]]:
@@ -86,14 +110,31 @@ class Solver:
         """The tree that keeps everything."""
         return self.judged(tuple(KeepNode(unit) for unit in range(len(self.profile.units.units))))
 
-    @cached_property
+    @property
     def table(self) -> Persistent:
-        """The optimal persistent schedules of the chain."""
-        self.search_budget.tell("tables")
-        most_s = _TABLE_SHARE * self.search_budget.left_s
-        found = Persistent(self.chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)), most_seconds=most_s)
-        self.search_budget.ran_out = self.search_budget.ran_out or not found.is_whole
-        return found
+        """The optimal persistent schedules of the chain, for all limits."""
+        return self.table_within(self._highest_bytes).schedules
+
+    @property
+    def _highest_bytes(self) -> int:
+        return max(1, int(1.1 * self.plain.prediction.peak_bytes))
+
+    def table_within(self, limit_bytes: int) -> JudgedTable:
+        """Return the optimal persistent schedules for limits up to one, with trees judged so far.
+
+        A long loop fits into a small part of what it needs plainly, in which the slots of a table for all limits are
+        too coarse: it has tables for limits of a half each of the one before.
+        """
+        most_bytes, least_bytes = self._highest_bytes, max(limit_bytes, self._step_bytes)
+        while self.chain.borders and most_bytes // _FINER > least_bytes:
+            most_bytes //= _FINER
+        if most_bytes not in self._tables:
+            self.search_budget.tell("tables")
+            most_s = _TABLE_SHARE * self.search_budget.left_s
+            found = Persistent(self.chain, most_bytes, most_seconds=most_s)
+            self.search_budget.ran_out = self.search_budget.ran_out or not found.is_whole
+            self._tables[most_bytes] = JudgedTable(found)
+        return self._tables[most_bytes]
 
     @property
     def most_judged(self) -> int:
@@ -106,10 +147,11 @@ class Solver:
         is_long = len(self.chain.stages) > _MOST_UNIFORM
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
-        chosen = chosen if self.hand_made else chosen[:_ALWAYS]
+        # Of equal steps the tables have these trees too, and judging a long loop takes long.
+        chosen = chosen if self.hand_made and not self.loops else chosen[:_ALWAYS]
         self.search_budget.tell("judging")
         judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
-        return tuple(map(self.judged, judged))
+        return tuple(self.judged(expanded(tree, self.stages)) for tree in judged)
 
     def judged(self, tree: Tree) -> Candidate:
         """Return a tree with its prediction, adapted so that it can run and suits the roots."""
@@ -125,6 +167,10 @@ class Solver:
             )
             self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
         return self._known[tree]
+
+    def scheduled(self, table: Persistent, slots: int) -> Candidate:
+        """Return the tree of a table for a number of slots, with its prediction."""
+        return self.judged(expanded(table.tree_at(slots), self.stages))
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits, see `floor`."""
@@ -144,18 +190,19 @@ class Solver:
 
         Results for earlier limits are reused.
         """
-        levels, peaks = self.table.levels, self._peaks
+        own = self.table_within(limit_bytes)
+        table, levels, peaks = own.schedules, own.schedules.levels, own.peaks
         fits = max((one for one, peak in peaks.items() if peak <= limit_bytes), default=-1)
         above = min((one for one, peak in peaks.items() if peak > limit_bytes and one > fits), default=len(levels))
         if fits >= 0:
-            yield self.judged(self.table.tree_at(int(levels[fits])))
+            yield self.scheduled(table, int(levels[fits]))
         # Begin at the limit by the chain's own scalars: mostly the answer is there or nearby.
-        slots = limit_bytes // self.table.slot_bytes
+        slots = limit_bytes // table.slot_bytes
         asked, reach = int(np.searchsorted(levels, slots, side="right")) - 1, 1
         while above - fits > 1 and not self.search_budget.is_over:
             self.search_budget.tell("judging")
             asked = min(max(asked, fits + 1), above - 1)
-            one = self.judged(self.table.tree_at(int(levels[asked])))
+            one = self.scheduled(table, int(levels[asked]))
             peaks[asked] = one.prediction.peak_bytes
             yield one
             if peaks[asked] <= limit_bytes:
@@ -194,16 +241,44 @@ class Solver:
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        found = list(self.uniform)
-        lowest, most = self.table.lowest_slots, self.table.most_slots
+        found, table = list(self.uniform), self._lowest_table
+        lowest, most = table.lowest_slots, table.most_slots
         steps = min(16, self.most_judged // 3)
         for asked in self.search_budget.parts(
             sorted({min(most, lowest + lowest * i // (2 * steps)) for i in range(steps)})
         ):
             self.search_budget.tell("judging")
             if asked >= lowest and not (found and self.search_budget.is_over):
-                found.append(self.judged(self.table.tree_at(asked)))
+                found.append(self.scheduled(table, asked))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+
+    @property
+    def _step_bytes(self) -> int:
+        """The most bytes that one stage needs in its backward."""
+        return max(stage.backward_base_bytes + stage.options[0].saved_bytes for stage in self.chain.stages)
+
+    @property
+    def _lowest_table(self) -> Persistent:
+        """The table of the lowest limits for which it has trees."""
+        limit = self._step_bytes
+        found = self.table_within(limit).schedules
+        while found.lowest_slots > found.most_slots and limit < self._highest_bytes:
+            limit *= _FINER
+            found = self.table_within(limit).schedules
+        return found
+
+
+@dataclass
+class JudgedTable:
+    """The tables of the persistent solver up to one limit, and the exact peaks of their trees judged so far.
+
+    Attributes:
+        schedules: The tables.
+        peaks: By level of the tables.
+    """
+
+    schedules: Persistent
+    peaks: dict[int, int] = field(default_factory=dict[int, int])
 
 
 def _is_simple(name: str) -> bool:
