@@ -46,6 +46,7 @@ from torchremat.measuring.bindings import (
     a_profiler_runs,
     allocation_of,
     emit,
+    may_warm_up,
     start_profiler,
     stop_profiler,
 )
@@ -166,7 +167,10 @@ def profiler_is_active() -> bool:
     if _recording.locked() or a_profiler_runs():
         return True
     # torch keeps no flag for the warm-up; only the profiler object shows it: entered, and without results. An object
-    # refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
+    # refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds, where a
+    # profiler with a schedule has been made and not been left.
+    if not may_warm_up():
+        return False
     kind = torch.autograd.profiler.profile
     profilers = (thing for thing in gc.get_referrers(kind) if type(thing) is kind)
     return any(getattr(thing, "entered", False) and thing.kineto_results is None for thing in profilers)

@@ -13,19 +13,23 @@ conjugated or negated tensor is materialised first: it may come back from a stor
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchremat._compat.modes import without_torch_function
-from torchremat._compat.transforms import below_transforms, without_wrappers
+from torchremat._compat.transforms import below_transforms, transform_level_of, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.tensors.metadata import is_dense
 
+# The most bytes that are hashed sooner than the operators of a fingerprint are called.
+_HASHED_BYTES = 256 << 10
 # Words of a row, and the most words of which each is weighted by itself.
 _ROW, _SMALL = 256, 4096
 _WEIGHTS = np.arange(1, 2 * _SMALL + 1, 2)
@@ -44,6 +48,20 @@ def fingerprint(tensor: Tensor, *, by_memory: bool = False) -> Tensor:
     """
     with torch.no_grad(), below_transforms(), hiding():
         return _of(without_wrappers(tensor), type(tensor).__name__, by_memory)
+
+
+def hash_here(tensor: Tensor) -> int | None:
+    """Return a hash of the bits of a small tensor on the host, in memory order, within microseconds; else None.
+
+    It holds for this process. No operator runs, and no memory is allocated that a recording would see.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or transform_level_of(tensor) != -1:
+        return None
+    if tensor.layout is not torch.strided or tensor.nbytes > _HASHED_BYTES or not is_dense(tensor):
+        return None
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():  # what they stand for is not in their memory
+        return None
+    return hash(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

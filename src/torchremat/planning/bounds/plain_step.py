@@ -87,10 +87,10 @@ def plain_step(
 
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
+    flops = FlopCounter()
     with (
         machine.logged() as recorder,
         subject.untouched(),
-        FlopCounter() as flops,
         _PlainStepTracer(flops, machine.device, recorder) as log,
     ):
         loss = subject.forward()

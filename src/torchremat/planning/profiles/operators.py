@@ -175,10 +175,10 @@ class _SeenStorage(NamedTuple):
 
 
 class OperatorTracer(EagerMode):
-    """Logs the operators that run while it is entered, under a `FlopCounter`.
+    """Logs the operators that run while it is entered.
 
     Args:
-        flops: Counts their flops.
+        flops: Counts their flops; it is no mode beside this one.
         recorder: Takes marks around each operator; None if no allocations are recorded.
 
     Attributes:
@@ -301,13 +301,13 @@ class OperatorTracer(EagerMode):
             # A region neither counts them nor runs them again.
             for tensor in written_by(op_info.writes, args, named):
                 self._written(tensor)
-            return func(*args, **named)
+            return self._flops.run(func, args, named)
         tensors = tensors_in((args, dict(named)))
         reads = dict.fromkeys(value for tensor in tensors for value in self.values(tensor))
         flops, call, storages = self._flops.total, self.call, self._count
         begins = self.mark()
         start_s = self._seconds()
-        result = func(*args, **named)
+        result = self._flops.run(func, args, named)
         seconds = self._seconds() - start_s
         ends = self.mark()
         if op_info.is_sized_by_values:

@@ -177,6 +177,7 @@ class _Tracer:
             self.objects_of[index] = objects
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
+        parameters = [*module.parameters()]
         call = TracedCall(
             name=name,
             kind=type(module).__name__,
@@ -188,10 +189,10 @@ class _Tracer:
             grad=torch.is_grad_enabled(),
             input_elements=elements_in(tensors),
             conditions=None if self.open else conditions_of(module),
-            signature=_signature(module, tensors),
+            signature=_signature(module, parameters, tensors),
         )
         self.calls.append(call)
-        own = (one for one in module.parameters() if id(one) in self.parameters)  # `functional_call` has others
+        own = (one for one in parameters if id(one) in self.parameters)  # `functional_call` has others
         self.versions.append([(one, one._version) for one in own if not one.is_inference()])
         self.open.append(index)
         log, first = self.log, len(self.log.trace.runs)
@@ -236,7 +237,8 @@ def trace(
     """
     aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
-    with aside(), recording as recorder, FlopCounter() as flops, OperatorTracer(flops, recorder) as log:
+    flops = FlopCounter()
+    with aside(), recording as recorder, OperatorTracer(flops, recorder) as log:
         seen = _run_traced(model, step, flops, log)
     if recorder is not None:
         seen = _recorded(seen, log, recorder.trace)
@@ -245,7 +247,7 @@ def trace(
     with aside(), nothing_kept():
         loss_of(step(model))
     with aside():
-        flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
+        flops = FlopCounter()  # no mode is entered, under which compiled code would run eagerly
         return _joined(model, _run_traced(model, step, flops, OperatorTracer(flops, None)), seen)
 
 
@@ -330,12 +332,11 @@ def _named(model: nn.Module) -> Iterator[Tensor]:
         yield tensor
 
 
-def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+def _signature(module: nn.Module, parameters: list[nn.Parameter], tensors: list[Tensor]) -> tuple[object, ...]:
     """Return the cost key of a call, known before it runs: the type, the shapes of parameters, the inputs."""
-    parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
     return (
         type(module).__qualname__,
         module.training,
-        parameters,
+        tuple([tuple(parameter.shape) for parameter in parameters]),
         tuple((tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad) for tensor in tensors),
     )
