@@ -38,6 +38,10 @@ _Key = tuple[int, int] | tuple[int, int, int]
 # What stands for its bits: a hash, a fingerprint, or for memory that stays the memory itself, with the tensor's place.
 _Bits = int | Tensor | tuple[object, ...]
 
+# A tensor of at most so many bytes has its hash on the host within some 50 microseconds: a mark before it and one
+# behind it, which would hide them, take a fifth of that.
+_SHORT_BYTES = 512 << 10
+
 
 class Comparison:
     """The fingerprints of a watched step.
@@ -54,7 +58,7 @@ class Comparison:
         self._mark = mark
         self._then: dict[_Key, _Bits] = {}
         self._now: dict[_Key, _Bits] = {}
-        self._known = StorageMap[dict[tuple[object, ...], Tensor]]()
+        self._known = StorageMap[dict[tuple[object, ...], _Bits]]()
         self._again: dict[int, Recomputable] = {}
         self._rest = -1  # the mark where the rest of the running recompute begins
 
@@ -103,8 +107,7 @@ class Comparison:
                 return fingerprint(tensor, by_memory=True)
         if address_of(memories[0]) in stays:
             return address_of(memories[0]), *_seen(tensor, version)
-        hashed = hash_here(tensor)
-        if hashed is not None:
+        if tensor.nbytes <= _SHORT_BYTES and (hashed := hash_here(tensor)) is not None:
             return hashed
         found = self._known.get(memories[0])
         if found is None:
@@ -112,7 +115,8 @@ class Comparison:
         seen = _seen(tensor, version)
         if seen not in found:
             with self._hiding():
-                found[seen] = fingerprint(tensor, by_memory=True)
+                hashed = hash_here(tensor)
+                found[seen] = fingerprint(tensor, by_memory=True) if hashed is None else hashed
         return found[seen]
 
     def keeps(self, unit: int, region: Recomputable) -> None:
