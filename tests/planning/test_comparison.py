@@ -159,7 +159,7 @@ def test_a_profile_runs_six_forwards_and_two_backwards_and_tries_nothing(monkeyp
 
 @pytest.mark.parametrize("first", [nn.Dropout(0.5), Turns(), frozen_norm()], ids=["draws", "a buffer", "writes"])
 def test_a_unit_that_has_state_and_saves_nothing_runs_again_with_the_others(monkeypatch, first):
-    # Its region would be freed in the forward: a forward more tried it, as long as all of the profile's for small models.
+    # Its region is freed in the forward, so another forward tried it; the region is kept now, with copies of its state.
     torch.manual_seed(0)
     model = nn.Sequential(first, block(), block())
     monkeypatch.setattr(profiling, "tried", None)

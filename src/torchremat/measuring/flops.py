@@ -20,6 +20,7 @@ from torch import Tensor
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.operators import has_kernel
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.structure import tensors_in
 
 _Operator = Callable[..., object]
@@ -28,13 +29,13 @@ _Operator = Callable[..., object]
 # Their flops depend on nothing but the shapes and numbers among their arguments.
 _BY_SHAPE = frozenset(
     {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten.convolution_backward.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
     }
 )
 
@@ -92,14 +93,24 @@ class FlopCounter(EagerMode):
             self._formulas[func] = formula
         result = func(*args, **named)
         if formula is not None:
-            key = None if func not in _BY_SHAPE else (func, *map(_shape_of, args), *map(_shape_of, named.items()))
-            flops = None if key is None else self._found.get(key)
-            if flops is None:
-                flops = formula(*args, **named, out_val=result)
-                if key is not None:
-                    self._found[key] = flops
-            self._add(func, flops)
+            self._add(func, self._flops_of(func, formula, args, named, result))
         return result
+
+    def _flops_of(
+        self,
+        func: _Operator,
+        formula: Formula,
+        args: tuple[object, ...],
+        named: Mapping[str, object],
+        result: object,
+    ) -> int:
+        if op_info_of(func).name not in _BY_SHAPE:
+            return formula(*args, **named, out_val=result)
+        key = id(func), *map(_shape_of, args), *map(_shape_of, named.items())
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = formula(*args, **named, out_val=result)
+        return found
 
     def _add(self, func: _Operator, flops: int) -> None:
         recomputing = self._is_recomputing()

@@ -66,7 +66,7 @@ def hash_here(tensor: Tensor) -> int | None:
     size = tensor.nbytes
     if size <= _HASHED_BYTES:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
-    memory = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.uint8)
+    memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B"), np.uint8)
     whole = size // 8 * 8
     return hash(np.concatenate(_sums(memory[:whole].view(np.int64), memory[whole:].astype(np.int64))).tobytes())
 

@@ -4,7 +4,7 @@ The recomputes of the watched step are those of training, so no other forward is
 only for the comparison is hidden from the record; see `events.without_hidden`:
 
     fingerprints           of each tensor that a unit saves or returns, in its forward and in its recompute. Those of
-                           small tensors on the host allocate nothing and take no longer than a mark: they are not hidden
+                           small tensors on the host take no memory and no longer than a mark: they are not hidden
     the rest of a unit     after the save at which a recompute would end: what it returns is compared as well
     copies                 of the inputs and of the state of a unit that saves nothing. No backward asks for it, so it
                            runs again after the backward

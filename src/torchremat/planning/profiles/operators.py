@@ -30,6 +30,7 @@ from torchremat.tensors.structure import tensors_in
 if TYPE_CHECKING:
     from torchremat.measuring.flops import FlopCounter
     from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+    from torchremat.measuring.writes import Looking
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,14 +181,16 @@ class OperatorTracer(EagerMode):
     Args:
         flops: Counts their flops; it is no mode beside this one.
         recorder: Takes marks around each operator; None if no allocations are recorded.
+        looking: Is told of each operator before it runs, if given: one mode costs less than two.
 
     Attributes:
         trace: The operators that ran so far.
         call: Index of the innermost call that is open; set by the code that follows the calls.
     """
 
-    def __init__(self, flops: FlopCounter, recorder: AllocationRecorder | None) -> None:
+    def __init__(self, flops: FlopCounter, recorder: AllocationRecorder | None, looking: Looking | None = None) -> None:
         super().__init__()
+        self._looking = looking
         self.trace = OperatorTrace()
         self.call = -1
         self._flops = flops
@@ -295,6 +298,8 @@ class OperatorTracer(EagerMode):
     ) -> object:
         named = kwargs or {}
         op_info = op_info_of(func)
+        if self._looking is not None:
+            self._looking.see(op_info, args, named)
         if op_info.is_ignored:
             return func(*args, **named)
         if self._beside_fsdp and is_run_by_fsdp(None):

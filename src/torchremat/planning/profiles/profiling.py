@@ -173,7 +173,7 @@ class _Profiling:
     def trace(self) -> Trace:
         """Return the traced forward, which runs once."""
         if not self.traced:
-            aside = partial(self.subject.untouched, looks=True)
+            aside = partial(self.subject.untouched, looks="told")
             step, record = self.subject.run, self.machine.record
             self.traced.append(self.peers.each(lambda: trace(self.model, lambda _: step(), record, aside)))
         return self.traced[0]

@@ -37,6 +37,7 @@ from torchremat.measuring.storages import StorageMap
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
+from torchremat.measuring.writes import Looking
 from torchremat.planning.conditions import conditions_of
 from torchremat.planning.inputs import elements_in
 from torchremat.planning.profiles.dropping import never, nothing_kept
@@ -221,7 +222,7 @@ def trace(
     model: nn.Module,
     step: Step,
     record: Callable[[], AbstractContextManager[AllocationRecorder]] | None = None,
-    aside: Callable[[], AbstractContextManager[None]] | None = None,
+    aside: Callable[[], AbstractContextManager[Looking | None]] | None = None,
 ) -> Trace:
     """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
 
@@ -229,8 +230,8 @@ def trace(
         model: The model.
         step: Returns the loss.
         record: Records the allocator's events in a block. If given, they are part of the trace.
-        aside: Returns a context that preserves the state that the step touches; `untouched` with the model if not
-            given.
+        aside: Returns a context that preserves the state that the step touches, and yields what has to be told of each
+            operator for that; `untouched` with the model if not given.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
@@ -238,7 +239,7 @@ def trace(
     aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
     flops = FlopCounter()
-    with aside(), recording as recorder, OperatorTracer(flops, recorder) as log:
+    with aside() as looking, recording as recorder, OperatorTracer(flops, recorder, looking) as log:
         seen = _run_traced(model, step, flops, log)
     if recorder is not None:
         seen = _recorded(seen, log, recorder.trace)

@@ -82,9 +82,11 @@ class UnitObserver(Observer):
 
     def unit_of(self, region: Recomputable) -> int | None:
         """Return the unit that a region is, or None for one around several units."""
-        if region not in self.unit_by_region:
-            self.unit_by_region[region] = self.next_unit(region.recording.label)
-        return self.unit_by_region[region]
+        try:
+            return self.unit_by_region[region]
+        except KeyError:
+            unit = self.unit_by_region[region] = self.next_unit(region.recording.label)
+            return unit
 
     def next_unit(self, label: object) -> int | None:
         """Return the unit of a region that begins now; units of equal keys, one per call of the root, run in order."""
