@@ -44,6 +44,7 @@ from torchremat.planning.shapes.fits import cover
 from torchremat.planning.simulator.ahead import recomputed_ahead
 from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
 from torchremat.planning.simulator.offloaded import OffloadedBytes
+from torchremat.planning.simulator.parts import PartsSimulator
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
