@@ -22,8 +22,8 @@ from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
+from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
-from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report
 from torchremat.planning.searches.progress import Observer, Progress, checked

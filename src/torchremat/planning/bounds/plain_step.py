@@ -25,8 +25,8 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.storages import StorageMap, address_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.operators import OperatorTrace, OperatorTracer
-from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import pooled_seconds, seconds_of

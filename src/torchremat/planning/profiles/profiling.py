@@ -35,18 +35,18 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
+from torchremat.planning.exactness.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.peers.peers import Peers, check_same_calls
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
-from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
-from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Grain, Units
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
+from torchremat.planning.roots import by_shard
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 

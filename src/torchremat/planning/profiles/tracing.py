@@ -30,7 +30,9 @@ from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks
 from torchremat.errors import StepError, UnsupportedError
+from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.interception import intercepted
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.storages import StorageMap
@@ -40,8 +42,6 @@ from torchremat.measuring.untouched import untouched
 from torchremat.measuring.writes import Looking
 from torchremat.planning.conditions import conditions_of
 from torchremat.planning.inputs import elements_in
-from torchremat.planning.profiles.dropping import never, nothing_kept
-from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorTracer
 from torchremat.planning.profiles.saves import Saves
 from torchremat.planning.profiles.traces import SavedStorage, Seen, Trace, TracedCall, named

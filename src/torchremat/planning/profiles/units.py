@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import groupby
 
 from torchremat.errors import StepError
-from torchremat.planning.profiles.not_replayable import told
+from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.profiles.traces import SavedStorage, Trace, TracedCall, named
 from torchremat.regions.rules import external_inputs
 

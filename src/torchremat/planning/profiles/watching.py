@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.graphs import outside_graphs
 from torchremat.measuring.storages import address_of
-from torchremat.planning.profiles.comparison import Comparison
+from torchremat.planning.exactness.comparison import Comparison
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.roots import fitted
 from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.loosening import loosened
