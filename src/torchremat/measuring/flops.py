@@ -107,10 +107,13 @@ class FlopCounter(EagerMode):
         if op_info_of(func).name not in _BY_SHAPE:
             return formula(*args, **named, out_val=result)
         key = id(func), *map(_shape_of, args), *map(_shape_of, named.items())
-        found = self._found.get(key)
-        if found is None:
+        try:
+            return self._found[key]
+        except KeyError:
             found = self._found[key] = formula(*args, **named, out_val=result)
-        return found
+            return found
+        except TypeError:  # a symbolic size has no hash
+            return formula(*args, **named, out_val=result)
 
     def _add(self, func: _Operator, flops: int) -> None:
         recomputing = self._is_recomputing()

@@ -177,7 +177,7 @@ class _PlainStepTracer(OperatorTracer):
         given = set(map(address_of, memories))
         known = {own.value for one in memories if (own := self._storages.get(one)) is not None}
         before_bytes, begins = self._gradient_bytes, self.mark()
-        result = func(*args, **named)
+        result = self._flops.run(func, args, named)
         ends = self.mark()
         for tensor in tensors_in(result):
             for memory in memories_of(tensor) if self._counts(tensor) else ():
