@@ -9,7 +9,7 @@ only for the comparison is hidden from the record; see `events.without_hidden`:
     copies                 of the inputs and of the state of a unit that saves nothing. No backward asks for it, so it
                            runs again after the backward
 
-A parameter, or an input that a region holds, is the same memory in both: its version tells whether it was written.
+An input that a region holds is the same memory in both: its version tells whether it was written.
 
 A tensor that is filled after it was saved has some other fingerprint each time. A difference is therefore no failure
 yet: the units are then tried, see `replayability`. So are other units for which no backward asks.
