@@ -28,6 +28,7 @@ from probes.planning import (
     MemorySimulator,
     OffloadedBytes,
     OffloadSchedule,
+    PartsSimulator,
     ProgramPoint,
     RanForward,
     UnitObserver,
@@ -52,13 +53,20 @@ def executed(run, model, profile, tree, transfers=None):
         held_of(profile, tree),
         offload_schedule=schedule,
     ):
-        run()
-    return observer.events
+        left = run()
+    events = [*observer.events]
+    del left  # what a backward leaves that has not run to its end goes now, and is none of its events
+    return events
 
 
-def simulated(profile, tree, offloads=MappingProxyType({}), *, ahead=False):
-    """The events that the simulator tells; `ahead` for one whose regions are recomputed before the gradient comes."""
-    simulator = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads)
+def simulated(profile, tree, offloads=MappingProxyType({}), *, ahead=False, parts=False):
+    """The events that the simulator tells.
+
+    `ahead` for a step whose regions are recomputed before the gradient comes, `parts` for one whose backward has two
+    parts: up to the end of its input part.
+    """
+    kind = ToldParts if parts else Told
+    simulator = kind(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads)
     steps = (simulator.forward(), recomputed_ahead(simulator), simulator.backward()) if ahead else (simulator,)
     for state in chain.from_iterable(steps):
         simulator.comes_to(state)
@@ -181,6 +189,10 @@ class Told(MemorySimulator):
                     del self.staying[region, storage]
                     self.told_gone(region, {storage})
         super().drop(unit, again=again)
+
+
+class ToldParts(PartsSimulator, Told):
+    """Tells of the input part of a backward: what it releases, with its graph, has no weight behind it."""
 
 
 class ToldOffloads(OffloadedBytes):

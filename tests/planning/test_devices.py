@@ -11,7 +11,7 @@ import torchremat
 from torchremat import Device, DeviceError
 from torchremat.planning.devices.device import MeasuredKernel, device_of
 from torchremat.planning.devices.kernels import Kernels, signature
-from torchremat.planning.profiles.overheads import Overheads
+from torchremat.planning.devices.overheads import Overheads
 
 FIELDS = {
     "name": "small",

@@ -1,6 +1,7 @@
 """The executor does, event by event, what the simulator says, on random trees over models of every kind."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,11 @@ from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, s
 from planning.steps import mixtures, profile, random_loads, random_tree, text, with_declared_speed
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
+from stages.test_parts import GRAD, STAGES, forward
 from torchremat import Host, Session
+from torchremat._compat.pipelining import run_input_part
+from torchremat.stages.parts import Parts
+from torchremat.stages.samples import received
 from turns import in_turn
 
 PARTS = {
@@ -136,6 +141,41 @@ def test_regions_that_are_recomputed_ahead_are_what_the_simulator_says(name):
         ours = executed(run, model, own, tree)
 
         assert not (found := first_difference(ours, simulated(own, tree, ahead=True))), f"{text(tree)}\n{found}"
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["asked for", "ahead"])
+@pytest.mark.parametrize("name", STAGES)
+def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
+    torch.manual_seed(0)
+    module, rng = STAGES[name](), random.Random(name)
+    pair = profile(module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]))
+    parts = Parts(module, forward, pair)
+    sessions, events = [], []
+
+    def run():
+        sessions.append(session := Session(serves_all=ahead))
+        with session.active():
+            ends = forward(module)
+        session.recompute(1000 if ahead else 0)
+        with session.active(), session.input_pass() if name != "tied" else nullcontext():
+            return ends, run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+
+    for whole in (pair.blocks, mixed(pair, frozenset(divisible(pair)))) * 4:
+        own = parts._of(whole)
+        tree = random_tree(own.units, rng)
+
+        ours = executed(run, module, own, tree)
+        sessions.pop().close()
+
+        # Tensors go one by one here, those that weights need later: `tests/stages/test_parts.py` has their bytes.
+        ours, theirs = (
+            [event for event in told if not event.startswith("drop")]
+            for told in (ours, simulated(own, tree, ahead=ahead, parts=True))
+        )
+        assert not (found := first_difference(ours, theirs)), f"{text(tree)}\n{found}"
+        events += ours
+
+    assert {event.partition(" ")[0] for event in events} >= {"hold", "recompute", "run", "backward"}
 
 
 def test_a_difference_is_told_where_it_arises():

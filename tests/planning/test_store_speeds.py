@@ -9,9 +9,9 @@ import models
 import torchremat
 from planning.test_stores_in_plans import Counting, budget_of
 from torchremat._compat import accelerators
-from torchremat.planning.profiles import store_speeds as speeds
-from torchremat.planning.profiles.store_speeds import Payload, measured_speed
 from torchremat.planning.searches.storing import Storing
+from torchremat.planning.store_profiles import speeds
+from torchremat.planning.store_profiles.speeds import Payload, measured_speed
 
 CPU = torch.device("cpu")
 

@@ -7,6 +7,8 @@ from torchremat.planning.compiling.trials import measured_workspaces
 from torchremat.planning.descriptions import held_of, plan_of
 from torchremat.planning.devices.device import MeasuredKernel, device_of
 from torchremat.planning.devices.machines import ForwardSeconds, Here
+from torchremat.planning.devices.overheads import Overheads
+from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.layout import (
     Calls,
@@ -17,20 +19,17 @@ from torchremat.planning.layout import (
     install,
     installed,
 )
+from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.printing import described
-from torchremat.planning.profiles import profiling, store_sizes
-from torchremat.planning.profiles.agreement import profiled_together
+from torchremat.planning.profiles import profiling
 from torchremat.planning.profiles.grain import find_units
-from torchremat.planning.profiles.not_replayable import told
-from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import UnitCosts
-from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.profiles.scaling import scaled
-from torchremat.planning.profiles.store_sizes import weighed
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
+from torchremat.planning.roots import fitted
 from torchremat.planning.searches import options
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.granularity import divisible, mixed
@@ -45,10 +44,12 @@ from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
 from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
 from torchremat.planning.simulator.offloaded import OffloadedBytes
-from torchremat.planning.simulator.parts import recomputed_ahead
+from torchremat.planning.simulator.parts import PartsSimulator, recomputed_ahead
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.planning.store_profiles import sizes as store_sizes
+from torchremat.planning.store_profiles.sizes import weighed
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, depth, kept
 from torchremat.schedules.operator_selection import choices, evaluate

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchremat import UnsupportedError
-from torchremat.tensors.fingerprints import fingerprint
+from torchremat.tensors.fingerprints import fingerprint, hash_here
 
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EIGHT_BITS = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -152,3 +152,36 @@ def test_a_class_whose_bits_cannot_be_read_is_refused():
     assert not alike(torch.ones(2).as_subclass(Named), torch.zeros(2))
     with pytest.raises(UnsupportedError, match="the values of a Mine that a region saves cannot be compared"):
         fingerprint(torch.ones(2).as_subclass(Mine))
+
+
+# Python hashes the first two, NumPy adds up the words of the others; the last one has bytes left over.
+@pytest.mark.parametrize("size", [3, 4_000, 40_000, 40_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_a_hash_on_the_host_notices_one_bit_and_another_order(dtype, size):
+    x = some(dtype, size)
+    for place in (0, size // 2, size - 1):
+        y = x.clone()
+        y.view(torch.uint8)[place * x.element_size()] ^= 1
+
+        assert hash_here(y) != hash_here(x)
+    assert hash_here(x.roll(1)) != hash_here(x) == hash_here(x.clone())
+    assert hash_here(torch.cat([x[:1], x])[1:]) == hash_here(x)
+
+
+def test_a_hash_on_the_host_is_of_dense_memory_in_its_order():
+    x = some(torch.float32, 6, 7)
+
+    assert hash_here(x.t()) == hash_here(x) == hash_here(nn.Parameter(x)) != hash_here(x.t().contiguous())
+    assert hash_here(torch.ones(0, 3)) == hash_here(torch.ones(0))
+    assert hash_here(torch.ones(())) == hash_here(torch.ones(1))
+
+
+def test_other_tensors_have_no_hash_on_the_host():
+    one = some(torch.complex64, 6)
+    others = [one.conj(), one.conj().imag, torch._neg_view(one.real.clone()), torch._efficientzerotensor(6, 2)]
+    others += [torch.ones(4, 4)[:, :2], torch.ones(3, 1).expand(3, 4), torch.ones(3, device="meta")]
+    with torch.sparse.check_sparse_tensor_invariants():
+        others.append(torch.eye(3).to_sparse())
+
+    assert [hash_here(other) for other in others] == [None] * len(others)
+    assert torch.vmap(lambda row: torch.ones(()) if hash_here(row) is None else row.sum())(torch.zeros(2, 3)).sum() == 2

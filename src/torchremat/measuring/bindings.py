@@ -61,6 +61,7 @@ _enable_profiler = cast(
 )
 _disable_profiler = cast("Callable[[], _Results]", private("_C._autograd._disable_profiler", needed_for=_MEASURING))
 _profiler_enabled = cast("Callable[[], bool]", private("_C._autograd._profiler_enabled", needed_for=_MEASURING))
+_STEPS = private("profiler.profiler.PROFILER_STEP_NAME", needed_for=_MEASURING)
 _enter_record = cast(
     "Callable[[str], object]", private("_C._autograd._record_function_with_args_enter", needed_for=_MEASURING)
 )
@@ -113,3 +114,9 @@ def a_profiler_runs() -> bool:
     """Return whether a profiler of any kind records in this thread, or torch.profiler in any other."""
     anywhere = private("autograd.profiler._is_profiler_enabled", needed_for=_MEASURING)  # a variable, so read now
     return _profiler_enabled() or bool(anywhere)
+
+
+def may_warm_up() -> bool:
+    """Return whether a `torch.profiler.profile` may be warming up: each counts its steps here from when it is made."""
+    steps = cast("dict[str, int]", private("autograd.profiler.KinetoStepTracker._step_dict", needed_for=_MEASURING))
+    return _STEPS in steps

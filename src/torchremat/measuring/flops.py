@@ -15,13 +15,29 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.operators import has_kernel
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.structure import tensors_in
 
 _Operator = Callable[..., object]
+
+
+# Their flops depend on nothing but the shapes and numbers among their arguments.
+_BY_SHAPE = frozenset(
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    }
+)
 
 
 def never() -> bool:
@@ -43,6 +59,7 @@ class FlopCounter(EagerMode):
         self._is_recomputing = is_recomputing
         # Operator to formula; None for operators that do not count. An operator's first call decides.
         self._formulas: dict[_Operator, Formula | None] = {}
+        self._found: dict[object, int] = {}  # of operators in `_BY_SHAPE`: torch's formulas take longer than this
         # Backward of two devices runs in two threads.
         self._adding = threading.Lock()
 
@@ -53,7 +70,10 @@ class FlopCounter(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        named = kwargs or {}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: _Operator, args: tuple[object, ...], named: Mapping[str, object]) -> object:
+        """Run an operator and count its flops: for another mode, which costs less than two of them."""
         try:
             formula = self._formulas[func]
         except KeyError:
@@ -67,14 +87,39 @@ class FlopCounter(EagerMode):
             self._formulas[func] = formula
         result = func(*args, **named)
         if formula is not None:
-            self._add(func, formula(*args, **named, out_val=result))
+            self._add(func, self._flops_of(func, formula, args, named, result))
         return result
+
+    def _flops_of(
+        self,
+        func: _Operator,
+        formula: Formula,
+        args: tuple[object, ...],
+        named: Mapping[str, object],
+        result: object,
+    ) -> int:
+        if op_info_of(func).name not in _BY_SHAPE:
+            return formula(*args, **named, out_val=result)
+        key = id(func), *map(_shape_of, args), *map(_shape_of, named.items())
+        try:
+            return self._found[key]
+        except KeyError:
+            found = self._found[key] = formula(*args, **named, out_val=result)
+            return found
+        except TypeError:  # a symbolic size has no hash
+            return formula(*args, **named, out_val=result)
 
     def _add(self, func: _Operator, flops: int) -> None:
         recomputing = self._is_recomputing()
         with self._adding:
             self.total += flops
             self.recomputed += flops if recomputing else 0
+
+
+def _shape_of(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.shape
+    return tuple(map(_shape_of, cast("list[object]", value))) if isinstance(value, list | tuple) else value
 
 
 def formula_of(func: _Operator) -> Formula | None:

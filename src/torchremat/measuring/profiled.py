@@ -30,7 +30,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from threading import Lock
+from typing import cast
 from weakref import WeakMethod
 
 import numpy as np
@@ -41,11 +43,11 @@ from torchremat._compat.profiler import errors_alone
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
     MEMORY,
-    Allocation,
     ProfilerEvent,
     a_profiler_runs,
     allocation_of,
     emit,
+    may_warm_up,
     start_profiler,
     stop_profiler,
 )
@@ -80,16 +82,24 @@ class ProfilerRecorder(RecordedBlock):
     def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
         """Build the trace from the profiler's events."""
         # Each attribute of an event is a C++ call, and events are many: read once.
-        seen = sorted(((node.start_time_ns, node.name, node) for node in nodes), key=lambda one: one[0])
-        marked_ns = {int(name.removeprefix(_MARK)): time_ns for time_ns, name, _ in seen if name.startswith(_MARK)}
+        raw, marked_ns, calls = list[tuple[int, int, int]](), dict[int, int](), list[int]()
+        for node in nodes:
+            name = node.name
+            if name == MEMORY:
+                one = allocation_of(node)
+                if one is not None and one.device == self.device:
+                    raw.append((node.start_time_ns, one.ptr, one.alloc_size))
+            elif name.startswith(_MARK):
+                marked_ns[int(name.removeprefix(_MARK))] = node.start_time_ns
+            elif name == _CALL:
+                calls.append(node.start_time_ns)
         if _BLOCK not in marked_ns:
             raise UnsupportedError(
                 "the block started a profiler of its own, which took the place of the one that records allocations. "
                 "Take the profiler out of the step."
             )
-        said = ((time_ns, allocation_of(node)) for time_ns, name, node in seen if name == MEMORY)
-        raw, calls = _raw_events(said, self.device), [time_ns for time_ns, name, _ in seen if name == _CALL]
-        columns = np.array(_matched(raw, calls=calls), dtype=np.int64).reshape(-1, 3)
+        raw.sort(key=_time)
+        columns = np.array(_matched(raw, calls=sorted(calls)), dtype=np.int64).reshape(-1, 3)
         times = columns[:, 0]
         marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
         positions = np.searchsorted(times, [time_ns for _, time_ns in marked]).tolist()
@@ -158,7 +168,10 @@ def profiler_is_active() -> bool:
     if _recording.locked() or a_profiler_runs():
         return True
     # torch keeps no flag for the warm-up; only the profiler object shows it: entered, and without results. An object
-    # refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
+    # refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds, where a
+    # profiler with a schedule has been made and not been left.
+    if not may_warm_up():
+        return False
     kind = torch.autograd.profiler.profile
     profilers = (thing for thing in gc.get_referrers(kind) if type(thing) is kind)
     return any(getattr(thing, "entered", False) and thing.kineto_results is None for thing in profilers)
@@ -201,14 +214,11 @@ def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
     while waiting:
         node = waiting.pop()
         yield node
-        waiting += node.children[::-1]
+        if node.name != MEMORY:
+            waiting += node.children[::-1]
 
 
-def _raw_events(said: Iterable[tuple[int, Allocation | None]], device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """Yield (time_ns, ptr, delta_bytes) of each allocation or free on `device`."""
-    for time_ns, allocation in said:
-        if allocation is not None and allocation.device == device:
-            yield time_ns, allocation.ptr, allocation.alloc_size
+_time = cast("Callable[[tuple[int, int, int]], int]", itemgetter(0))
 
 
 def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = ()) -> list[tuple[int, int, int]]:
@@ -233,7 +243,7 @@ def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = (
         ends_ns = _end_of_call(calls, born_ns)
         if ends_ns is not None:
             kept.append((ends_ns, ptr, -size))
-    return sorted(kept, key=lambda event: event[0])
+    return sorted(kept, key=_time)
 
 
 def _end_of_call(calls: Sequence[int], time_ns: int) -> int | None:

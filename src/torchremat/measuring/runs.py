@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
-from torchremat.measuring.writes import Known
+from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
 
 
@@ -64,12 +65,12 @@ class Subject:
         return self._known.runs
 
     @contextmanager
-    def untouched(self, *, looks: bool = False, steps: bool = False) -> Generator[None]:
+    def untouched(self, *, looks: bool | Literal["told"] = False, steps: bool = False) -> Generator[Looking | None]:
         """Protect the state that the step touches, for one run.
 
         Args:
             looks: Whether its operators may be intercepted, once, to learn which tensors the step writes; the sooner
-                the better. Not for a run whose bytes or seconds count.
+                the better. Not for a run whose bytes or seconds count. See `untouched` for `"told"`.
             steps: Whether the optimizer may step.
         """
         # Before anything is set aside: copies are on the device as well, and not in the user's own step.
@@ -82,11 +83,11 @@ class Subject:
                 tensors=self.inputs,
                 step=self.step,
                 known=self._known,
-                looks=looks and not any(map(has_compiled, self.models)),
+                looks=False if any(map(has_compiled, self.models)) else looks,
                 but=self.optimizers if steps else (),
-            ),
+            ) as looking,
         ):
-            yield
+            yield looking
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
         """Yield each device's allocated bytes that hold no tensor of the step. See NOTE [ What a device holds ]."""

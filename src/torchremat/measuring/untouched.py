@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -37,7 +37,7 @@ from torchremat._compat.begun_devices import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
-from torchremat.measuring.writes import Known, Writes, same_bytes
+from torchremat.measuring.writes import Known, Looking, Writes, same_bytes
 from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
@@ -54,9 +54,9 @@ def untouched(
     tensors: Iterable[Tensor] = (),
     step: Callable[..., object] | None = None,
     known: Known | None = None,
-    looks: bool = False,
+    looks: bool | Literal["told"] = False,
     but: Sequence[torch.optim.Optimizer] = (),
-) -> Generator[None]:
+) -> Generator[Looking | None]:
     """Set gradients aside for the block, and afterwards restore all state that the step may have changed; see above.
 
     Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
@@ -69,7 +69,8 @@ def untouched(
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
         step: The step, if there is one: the containers that it reaches and takes from are restored.
         known: The tensors that the step writes, known from earlier runs.
-        looks: Whether the operators of the block may be intercepted, to learn which tensors the step writes.
+        looks: Whether the operators of the block may be intercepted, to learn which tensors the step writes; `"told"`
+            if a mode of the caller tells each of them to the `Looking` that is yielded, if one is.
         but: The optimizers that may step in the block.
 
     Raises:
@@ -100,11 +101,14 @@ def untouched(
         stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
-        writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
+        writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=bool(looks))
         stack.enter_context(writes.undone())
+        looking = writes.looking
+        if looking is not None and looks != "told":
+            stack.enter_context(looking)
         del world, beside, writes, buffers  # they hold tensors that the step may free
         try:
-            yield
+            yield looking
         except BaseException:
             with uninterrupted():
                 stack.__exit__(*sys.exc_info())

@@ -19,7 +19,7 @@ import functools
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -31,7 +31,7 @@ from torchremat.errors import StepError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.storages import address_of
 from torchremat.regions.selective.cache import written_by
-from torchremat.regions.selective.op_info import op_info_of
+from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.watching import only_looks_on
@@ -74,6 +74,9 @@ class Writes:
         known: The writes known from earlier runs.
         names: Gives the name of a tensor for a message.
         looks: Whether to intercept operators in this run, unless an earlier run did.
+
+    Attributes:
+        looking: Has to see the operators of this run before they run; None if it need not.
     """
 
     def __init__(
@@ -96,11 +99,11 @@ class Writes:
         at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= _SMALL_BYTES)}
         self._known = known
         self._names = names
-        self._looks = looks and not known.has_looked
         self._watched = [Versioned(one) for one in watched.values()]
         with hiding():
             self._places = [_Place(one) for one in plain]
         self._copies = HostCopies(one for one in plain if id(one) in at_once or known.has(one))
+        self.looking = Looking(plain, self._copies) if looks and not known.has_looked else None
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -109,11 +112,9 @@ class Writes:
         Raises:
             StepError: A tensor was written that is not copied.
         """
-        looking = _Looking([one.tensor for one in self._places], self._copies) if self._looks else nullcontext()
         try:
-            with looking:
-                yield
-            self._known.has_looked |= self._looks
+            yield
+            self._known.has_looked |= self.looking is not None
         finally:
             with uninterrupted(), hiding():
                 for place in self._places:
@@ -192,8 +193,8 @@ def same_bytes(tensor: Tensor, copy: Tensor) -> bool:
     return torch.equal(tensor, copy) or bool(torch.all((tensor == copy) | ((tensor != tensor) & (copy != copy))))
 
 
-class _Looking(EagerMode):
-    """Copies a watched tensor before an operator writes to it.
+class Looking(EagerMode):
+    """Copies a watched tensor before an operator writes to it: as a mode, or told of each operator by one.
 
     Args:
         tensors: The watched tensors.
@@ -216,13 +217,16 @@ class _Looking(EagerMode):
     ) -> object:
         """Run an operator."""
         named = kwargs or {}
-        writes = op_info_of(func).writes
-        if writes and not hidden.now:
-            for written in written_by(writes, args, named):
+        self.see(op_info_of(func), args, named)
+        return func(*args, **named)
+
+    def see(self, op_info: OpInfo, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Copy what an operator that is about to run writes to."""
+        if op_info.writes and not hidden.now:
+            for written in written_by(op_info.writes, args, kwargs):
                 if written.layout is torch.strided and not is_wrapper(written):
                     for one in self._watched.get(address_of(written.untyped_storage()), ()):
                         self._copies.add(one)
-        return func(*args, **named)
 
 
 def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:

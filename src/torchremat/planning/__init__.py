@@ -1,12 +1,15 @@
 """Planning: from a traced and a watched step to the tree of regions that fits a budget.
 
 profiles/   the behaviour and the bytes of a step, measured in one run of it
+exactness/  whether the recompute of each unit repeats its forward
+peers/      the processes that train one model together
+store_profiles/  payloads and speeds of stores
 devices/    the same for an absent device, without running the step
 simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
 searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible
 budgets, hosts           a budget in bytes, and the memory of a host
-layout                   putting a tree on a model
+layout, roots            putting a tree on a model
 plan_options             the options of `plan` and others
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner, doors           `plan` and `frontier`

@@ -11,11 +11,11 @@ from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
+from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
 from torchremat.planning.planner import Planner, planner_shown
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import check_request
-from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.tensors.sizes import format_bytes
 

@@ -13,9 +13,9 @@ import torch
 
 from torchremat.errors import UnsupportedError, check_flags
 from torchremat.planning.devices.device import Device
-from torchremat.planning.profiles.store_sizes import check_stores
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
+from torchremat.planning.store_profiles.sizes import check_stores
 from torchremat.tensors.handles import Store
 
 P = ParamSpec("P")

@@ -17,7 +17,7 @@ from torchremat.planning.layout import Application, check_bare, install, modules
 from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, steps_of
 from torchremat.planning.printing import text_of
-from torchremat.planning.profiles.store_sizes import check_stores
+from torchremat.planning.store_profiles.sizes import check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import DEEPEST, depth

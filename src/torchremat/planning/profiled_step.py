@@ -20,15 +20,15 @@ from torchremat.planning.devices.fakes import placed, torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.forecasts import PlainSource
 from torchremat.planning.layout import bare
+from torchremat.planning.peers.agreement import profiled_together
+from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.agreement import profiled_together
-from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.store_sizes import weighed
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate
+from torchremat.planning.store_profiles.sizes import weighed
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.outcomes import NOISE_RUNS, Outcome, StepComparison, differing, explained, outcome_of
+from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
-from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report
 from torchremat.planning.searches.search_budget import Observer, Progress, checked

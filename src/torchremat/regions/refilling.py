@@ -173,7 +173,7 @@ class Refill:
             slot = slots[index]()
             if self.key is None:
                 self._found = Versioned(value)
-            elif slot is not None and slot.value is None:
+            elif slot is not None:
                 slot.put(self.key, self.task, value)
         # The other cases: see NOTE [ What is written after it was saved ]
         if self.last > self.needed <= index + 1 and index in self._fresh and memory_of(tensor) in self.given:

@@ -112,14 +112,14 @@ class Slot(Packed):
             task: The backward whose graph is not retained, if that is the owner; else None.
             tensor: Without its graph.
         """
-        if task is None or (self.task is not None and self.task != task):
-            if self.others is None:
-                self.others = {}
-            self.others[key] = Versioned(tensor)
-        else:
+        if task is not None and (self.task is None or self.task == task):
             self.tensor = tensor
             self.version = tensor._version
             self.task = task
+            return
+        if self.others is None:
+            self.others = {}
+        self.others[key] = Versioned(tensor)
 
     def has(self, key: Key) -> bool:
         """Return whether a tensor waits here for `key`."""
@@ -194,6 +194,11 @@ class ServedSlot(Slot):
     def __init__(self, region: Recomputable, index: int, value: Served) -> None:
         super().__init__(region, index)
         self.value: Served | None = value
+
+    def put(self, key: Key, task: int | None, tensor: Tensor) -> None:
+        """Let a recomputed tensor wait here, unless the slot keeps its tensor itself."""
+        if self.value is None:
+            super().put(key, task, tensor)
 
     def recompute(self) -> None:
         """Keep the tensor no longer, since it was written in place; the recompute decides whether that is an error."""

@@ -147,6 +147,12 @@ class Backups:
         self._all, self._first = [], set()
         self._let_go()
 
+    def copy_again(self) -> None:
+        """Replace the copies by copies of them, so that the first ones are freed."""
+        self._left = {key: _with_attributes(one.clone(), one) for key, one in self._left.items()}
+        for one in self.written.values():
+            one.before = _with_attributes(one.before.clone(), one.before)
+
     def _let_go(self) -> None:
         """Release the written tensors, which in a region within a recompute are themselves copies made for it.
 

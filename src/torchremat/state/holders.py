@@ -117,6 +117,8 @@ class Bindings(Holder):
 
     def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""
+        if self.is_same(contents):
+            return
         rest = iter(contents)
         for item in self.objects:
             kind = next(rest)

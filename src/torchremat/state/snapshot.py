@@ -259,14 +259,16 @@ class Snapshot:
         if self.waits:
             return
         shown: dict[int, Any] = {id(one): one.shown() for one in self.graphed.values()}
-        ours = [(own, _ours(own)) for own in self.dicts]
-        self.then.with_values([other(one, shown) for one in self.then.values]).write()
-        for own, now in ours:
-            for key in _ours(own).keys() - now.keys():
-                dict.__delitem__(own, key)
-            dict.update(own, now)  # some classes have an `update` that refuses
+        then = self.then.with_values([other(one, shown) for one in self.then.values]) if shown else self.then
+        if not then.are_here():
+            ours = [(own, _ours(own)) for own in self.dicts]
+            then.write()
+            for own, now in ours:
+                for key in _ours(own).keys() - now.keys():
+                    dict.__delitem__(own, key)
+                dict.update(own, now)  # some classes have an `update` that refuses
         for one, before in self.rest:
-            one.write(with_others(before, shown))
+            one.write(with_others(before, shown) if shown else before)
         for one, flag in self._leaves:
             if one.requires_grad is not flag and one.is_leaf:
                 one.requires_grad_(flag)

@@ -54,6 +54,11 @@ def memories_of(tensor: Tensor) -> list[UntypedStorage]:
     Raises:
         UnsupportedError: It wraps other tensors and does not say which.
     """
+    if type(tensor) in _PLAIN and not tensor._is_zerotensor():
+        try:
+            return [tensor.untyped_storage()]  # by far the most, and counting bytes asks for each tensor many times
+        except (NotImplementedError, RuntimeError):
+            return []
     found = [memory for one in parts_of(tensor) if (memory := _memory_of(one)) is not None]
     if len(found) > 1:
         found = list({memory._cdata: memory for memory in found}.values())

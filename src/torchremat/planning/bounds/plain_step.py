@@ -25,8 +25,8 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.storages import StorageMap, address_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.operators import OperatorTrace, OperatorTracer
-from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import pooled_seconds, seconds_of
@@ -90,10 +90,10 @@ def plain_step(
 
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
+    flops = FlopCounter()
     with (
         machine.logged() as recorder,
         subject.untouched(),
-        FlopCounter() as flops,
         _PlainStepTracer(flops, machine.device, recorder) as log,
     ):
         loss = subject.forward()
@@ -179,7 +179,7 @@ class _PlainStepTracer(OperatorTracer):
         given = set(map(address_of, memories))
         known = {own.value for one in memories if (own := self._storages.get(one)) is not None}
         before_bytes, begins = self._gradient_bytes, self.mark()
-        result = func(*args, **named)
+        result = self._flops.run(func, args, named)
         ends = self.mark()
         for tensor in tensors_in(result):
             for memory in memories_of(tensor) if self._counts(tensor) else ():

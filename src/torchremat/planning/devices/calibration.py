@@ -26,8 +26,8 @@ from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.budgets import capacity_of
 from torchremat.planning.devices.device import Device, DeviceType, MeasuredKernel
 from torchremat.planning.devices.kernels import intensity, is_mutable, signature
+from torchremat.planning.devices.overheads import overheads
 from torchremat.planning.profiles.optimizers import stepped_and_undone
-from torchremat.planning.profiles.overheads import overheads
 
 _FLOPS_OF_NOTE = 10_000  # below this, an operator's seconds say nothing about the rates of a device
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from torchremat.errors import DeviceError
-from torchremat.planning.profiles.overheads import NOMINAL, Overheads
+from torchremat.planning.devices.overheads import NOMINAL, Overheads
 
 _FORMAT = "torchremat device"
 _VERSION = 1

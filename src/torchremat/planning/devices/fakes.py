@@ -38,8 +38,8 @@ from torchremat.planning.devices.cuda import OnCuda
 from torchremat.planning.devices.device import Device, device_of, is_described
 from torchremat.planning.devices.kernels import Kernels, notice
 from torchremat.planning.devices.machines import Here, Machine
+from torchremat.planning.devices.overheads import Overheads
 from torchremat.planning.layout import check_bare
-from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.profiles.tracing import Step
 from torchremat.tensors.parts import is_wrapper
 

@@ -16,11 +16,11 @@ import torch
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import check_free_to_record, record_allocations
+from torchremat.measuring.dropping import nothing_kept
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.traces import AllocationRecorder
 from torchremat.planning.budgets import capacity_of, free_on
-from torchremat.planning.profiles.dropping import nothing_kept
-from torchremat.planning.profiles.overheads import Overheads, overheads
+from torchremat.planning.devices.overheads import Overheads, overheads
 
 
 @dataclass(frozen=True, kw_only=True)

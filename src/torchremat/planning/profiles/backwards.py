@@ -90,8 +90,8 @@ class Backwards:
         self._delta_bytes = trace.delta_bytes
         self._intervals = intervals
         self._position = position
-        pairs = [pair for those in intervals.values() for pair in those]
-        self._pairs = np.array(pairs, np.int64).reshape(-1, 2)
+        pairs = np.array([pair for those in intervals.values() for pair in those], np.int64).reshape(-1, 2)
+        self._pairs = pairs[np.argsort(pairs[:, 1])]
 
     def copied_bytes(self, own: WatchedUnit, fixed: Container[int]) -> int:
         """Return the bytes that a unit's recompute has made for saved tensors from before the step."""
@@ -106,8 +106,9 @@ class Backwards:
     def of(self, own: WatchedUnit, begins: int, ends: int, fixed: frozenset[int]) -> UnitBackward:
         """Return the backward of a unit between two marks; `fixed` storages existed before the step."""
         recompute, begin, end = (self._position[mark] for mark in (own.recompute, begins, ends))
-        allocated, freed = self._pairs[:, 0], self._pairs[:, 1]
-        remade = freed[(recompute <= allocated) & (allocated < begin) & (begin <= freed) & (freed < end)] - begin
+        first, last = np.searchsorted(self._pairs[:, 1], (begin, end))
+        allocated, freed = self._pairs[first:last].T
+        remade = freed[(recompute <= allocated) & (allocated < begin)] - begin
         freed_at = {
             index: freed - begin
             for index, (_, pointer) in own.asked.items()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 
 def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> AllocationTrace:
@@ -59,7 +59,7 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
         ptr=trace.ptr[~goes],
         delta_bytes=trace.delta_bytes[~goes],
         marks=tuple(
-            replace(mark, time_ns=time_ns, position=position)
+            TraceMark(id=mark.id, label=mark.label, time_ns=time_ns, position=position)
             for mark, time_ns, position in zip(
                 trace.marks, shown_ns(times).tolist(), before[positions].tolist(), strict=True
             )

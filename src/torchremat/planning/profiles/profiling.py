@@ -35,19 +35,19 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
+from torchremat.planning.exactness.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.peers.peers import Peers, check_same_calls
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
-from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
-from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Grain, Units
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
+from torchremat.planning.roots import by_shard
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 
@@ -174,7 +174,7 @@ class _Profiling:
     def trace(self) -> Trace:
         """Return the traced forward, which runs once."""
         if not self.traced:
-            aside = partial(self.subject.untouched, looks=True)
+            aside = partial(self.subject.untouched, looks="told")
             step, record = self.subject.run, self.machine.record
             self.traced.append(self.peers.each(lambda: trace(self.model, lambda _: step(), record, aside)))
         return self.traced[0]

@@ -29,16 +29,17 @@ from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks
 from torchremat.errors import StepError, UnsupportedError
+from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.interception import intercepted
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.storages import StorageMap
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
+from torchremat.measuring.writes import Looking
 from torchremat.planning.conditions import conditions_of, elements_in
-from torchremat.planning.profiles.dropping import never, nothing_kept
-from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorTracer
 from torchremat.planning.profiles.saves import Saves
 from torchremat.planning.profiles.traces import SavedStorage, Seen, Trace, TracedCall, named
@@ -192,6 +193,7 @@ class _Tracer:
             self.objects_of[index] = objects
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
+        parameters = [*module.parameters()]
         call = TracedCall(
             name=name,
             kind=type(module).__name__,
@@ -203,10 +205,10 @@ class _Tracer:
             grad=torch.is_grad_enabled(),
             input_elements=elements_in(tensors),
             conditions=None if self.open else conditions_of(module),
-            signature=_signature(module, tensors),
+            signature=_signature(module, parameters, tensors),
         )
         self.calls.append(call)
-        own = (one for one in module.parameters() if id(one) in self.parameters)  # `functional_call` has others
+        own = (one for one in parameters if id(one) in self.parameters)  # `functional_call` has others
         self.versions.append([(one, one._version) for one in own if not one.is_inference()])
         self.open.append(index)
         log, first = self.log, len(self.log.trace.runs)
@@ -235,7 +237,7 @@ def trace(
     model: nn.Module,
     step: Step,
     record: Callable[[], AbstractContextManager[AllocationRecorder]] | None = None,
-    aside: Callable[[], AbstractContextManager[None]] | None = None,
+    aside: Callable[[], AbstractContextManager[Looking | None]] | None = None,
 ) -> Trace:
     """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
 
@@ -243,15 +245,16 @@ def trace(
         model: The model.
         step: Returns the loss.
         record: Records the allocator's events in a block. If given, they are part of the trace.
-        aside: Returns a context that preserves the state that the step touches; `untouched` with the model if not
-            given.
+        aside: Returns a context that preserves the state that the step touches, and yields what has to be told of each
+            operator for that; `untouched` with the model if not given.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
     """
     aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
-    with aside(), recording as recorder, FlopCounter() as flops, OperatorTracer(flops, recorder) as log:
+    flops = FlopCounter()
+    with aside() as looking, recording as recorder, OperatorTracer(flops, recorder, looking) as log:
         seen = _run_traced(model, step, flops, log)
     if recorder is not None:
         seen = _recorded(seen, log, recorder.trace)
@@ -260,7 +263,7 @@ def trace(
     with aside(), nothing_kept():
         loss_of(step(model))
     with aside():
-        flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
+        flops = FlopCounter()  # no mode is entered, under which compiled code would run eagerly
         return _joined(model, _run_traced(model, step, flops, OperatorTracer(flops, None)), seen)
 
 
@@ -347,12 +350,11 @@ def _named(model: nn.Module) -> Iterator[Tensor]:
         yield tensor
 
 
-def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+def _signature(module: nn.Module, parameters: list[nn.Parameter], tensors: list[Tensor]) -> tuple[object, ...]:
     """Return the cost key of a call, known before it runs: the type, the shapes of parameters, the inputs."""
-    parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
     return (
         type(module).__qualname__,
         module.training,
-        parameters,
+        tuple([tuple(parameter.shape) for parameter in parameters]),
         tuple((tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad) for tensor in tensors),
     )

@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import groupby
 
 from torchremat.errors import StepError
-from torchremat.planning.profiles.not_replayable import told
+from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.profiles.traces import SavedStorage, Trace, TracedCall, named
 from torchremat.regions.rules import external_inputs
 
@@ -115,24 +115,20 @@ class Units:
         """Return the time in the trace at which a unit ends."""
         return self.trace.calls[self.units[unit].calls[-1]].left
 
-    def external(self, first: int) -> list[list[int]]:
-        """Return the storages that a region from unit `first` begins to hold at it, and at each later unit of its row.
+    def external(self, first: int, unit: int) -> list[int]:
+        """Return the storages that a region from unit `first` begins to hold at a unit of the same row.
 
         These storages do not depend on where the region ends, so they are computed once for many trees.
         """
-        found = self._external.get(first)
-        if found is None:
-            found, held = list[list[int]](), set[int]()
-            end = next(row.stop for row in self.rows if first in row)
-            for own in self.units[first:end]:
-                made = [storage for storage, producer in own.links if producer >= first]
-                found.append(external_inputs(own.inputs, held.union(made)))
-                held.update(found[-1])
-            self._external[first] = found
-        return found
+        found, held = self._external.get(first) or self._external.setdefault(first, ([], set()))
+        for own in self.units[first + len(found) : unit + 1]:
+            made = [storage for storage, producer in own.links if producer >= first]
+            found.append(external_inputs(own.inputs, held.union(made)))
+            held.update(found[-1])
+        return found[unit - first]
 
     @cached_property
-    def _external(self) -> dict[int, list[list[int]]]:
+    def _external(self) -> dict[int, tuple[list[list[int]], set[int]]]:
         return {}
 
     def flops(self, unit: int) -> int:
@@ -153,8 +149,16 @@ class Units:
 
     def saves_in(self, unit: int) -> list[SavedStorage]:
         """Return all saves in a unit, in order."""
-        calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
-        return sorted((one for call in calls for one in self.trace.calls[call].saved), key=lambda one: one.time)
+        found = self._saves.get(unit)
+        if found is None:
+            calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
+            saves = (one for call in calls for one in self.trace.calls[call].saved)
+            found = self._saves[unit] = sorted(saves, key=lambda one: one.time)
+        return found
+
+    @cached_property
+    def _saves(self) -> dict[int, list[SavedStorage]]:
+        return {}
 
     def dropped(self, unit: int) -> frozenset[int]:
         """Return the saves whose graphs are freed when the unit has ended, by their place in order."""

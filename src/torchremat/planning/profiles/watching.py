@@ -5,9 +5,8 @@ The observer only takes notes; `profiling` reads the numbers out of the allocato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, UntypedStorage
@@ -15,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.measuring.storages import address_of
-from torchremat.planning.profiles.comparison import Comparison
+from torchremat.planning.exactness.comparison import Comparison
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer
@@ -83,9 +82,11 @@ class UnitObserver(Observer):
 
     def unit_of(self, region: Recomputable) -> int | None:
         """Return the unit that a region is, or None for one around several units."""
-        if region not in self.unit_by_region:
-            self.unit_by_region[region] = self.next_unit(region.recording.label)
-        return self.unit_by_region[region]
+        try:
+            return self.unit_by_region[region]
+        except KeyError:
+            unit = self.unit_by_region[region] = self.next_unit(region.recording.label)
+            return unit
 
     def next_unit(self, label: object) -> int | None:
         """Return the unit of a region that begins now; units of equal keys, one per call of the root, run in order."""
@@ -155,14 +156,11 @@ class Watcher(UnitObserver):
             own.looks, own.begins = self.since, begins
 
     def is_kept(self, unit: int, region: Recomputable) -> bool:
-        """Return whether a region that has ended saves nothing, and holds nothing but inputs that is freed with it."""
+        """Return whether a region that has ended saves nothing, and reaches nothing that is freed with it."""
         if any(waits(one()) for one in region.slots) or self.units.units[unit].carried:
             return False
-        calls = region.recording.calls
-        worlds = [call.world for call in calls]
-        seen = chain.from_iterable(memories_of(tensor) for world in worlds for tensor in world.tensors())
-        has_states = any(call.generators for call in calls) or any(world.backups for world in worlds)
-        return not has_states and all(address_of(memory) in self.fixed for memory in seen)
+        reached = (tensor for call in region.recording.calls for tensor in call.world.tensors())
+        return all(address_of(memory) in self.fixed for tensor in reached for memory in memories_of(tensor))
 
     def released(self, unit: int) -> None:
         """Record that the region of a unit is freed, and all that it held."""
@@ -182,7 +180,7 @@ class Watcher(UnitObserver):
         if slot is not None:
             own.slots.append(ref(slot, lambda _: self.dropped(own, place)))
         if self.comparison is not None:
-            self.comparison.saved(unit, place, tensor)
+            self.comparison.saved(unit, place, tensor, self.stays(unit))
         numbers = own.parts[place] if place < len(own.parts) else ()
         for part, storage in enumerate(memories_of(tensor)):
             if (address := address_of(storage)) in self.fixed:
@@ -192,6 +190,10 @@ class Watcher(UnitObserver):
                 continue
             number = numbers[part] if part < len(numbers) else -1
             own.saves.append(UnitSave(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+
+    def stays(self, unit: int) -> Container[int]:
+        """Return the addresses of the storages that a unit's region holds."""
+        return self.watched[unit].inputs if len(self.units.units[unit].calls) == 1 else ()
 
     def dropped(self, own: WatchedUnit, place: int) -> None:
         """Record that the graph of a save is freed; in backward this happens to all saves."""
@@ -235,7 +237,7 @@ class Watcher(UnitObserver):
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.comparison is not None:
-            self.comparison.saved_again(unit, index, tensor, ends=ends)
+            self.comparison.saved_again(unit, index, tensor, self.stays(unit), ends=ends)
 
     def returned(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.roots import fitted
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened

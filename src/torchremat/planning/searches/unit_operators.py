@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from torchremat.measuring.traces import AllocationTrace
+from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
-from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of

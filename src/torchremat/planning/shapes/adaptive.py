@@ -32,10 +32,10 @@ from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_bac
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.devices.machines import Here
+from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.profiles.replayability import Repeats
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge

@@ -112,8 +112,9 @@ class PartsSimulator(MemorySimulator):
         for unit in left:
             if not self.around[unit]:
                 super().drop(unit, again=False)
-            elif left.issuperset(range(self.around[unit][0].first, self.around[unit][0].last + 1)):
-                super().leave(self.around[unit][0])
+            for region in self.around[unit]:
+                if left.issuperset(range(region.first, region.last + 1)):
+                    super().leave(region)
 
     def _of(self, unit: int) -> PartBytes:
         return cast("PartBytes", self.sizes[unit])

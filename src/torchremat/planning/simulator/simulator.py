@@ -172,7 +172,7 @@ class MemorySimulator:
 
     def external(self, region: RegionNode, unit: int) -> list[int]:
         """Inputs that a region begins to hold when a unit in it runs: neither recomputed by the region nor held yet."""
-        return self.units.external(region.first)[unit - region.first]
+        return self.units.external(region.first, unit)
 
     def keep(self, unit: int, *, again: bool) -> None:
         """Hold the saved tensors of a unit; `again` in a recompute."""

@@ -53,8 +53,9 @@ def _global_names(world: World, space: Dict, names: tuple[str, ...]) -> None:
     name = space.get("__name__")
     if is_installed(name):
         # From file to file, packages lead to each other, and to objects unrelated to a forward.
-        own = [one for one in names if getattr(space.get(one), "__module__", name) == name]
-        names = tuple([one for one in own if not isinstance(space.get(one), types.ModuleType)])
+        values = ((one, space.get(one)) for one in names)  # some of their modules import others when they are asked
+        named = [(one, value) for one, value in values if not isinstance(value, types.ModuleType)]
+        names = tuple([one for one, value in named if getattr(value, "__module__", name) == name])
     world.push(world.bindings.add_names(space, names))
 
 

@@ -13,8 +13,8 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import Machine
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.optimizers import OptimizerBytes
-from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import Profile, UnitCosts
 from torchremat.planning.simulator.points import Key, ProgramPoint, UnitBytes

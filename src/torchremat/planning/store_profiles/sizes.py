@@ -22,8 +22,8 @@ from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.store_speeds import Payload, measured_speed
 from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
+from torchremat.planning.store_profiles.speeds import Payload, measured_speed
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode

@@ -28,8 +28,8 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
+from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.not_replayable import told
 from torchremat.planning.profiles.units import Grain, Units, not_called
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
 from torchremat.regions.diagnosis.causes import seen_cause
