@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -19,6 +20,8 @@ from torchremat.measuring.runs import Subject, run_counted, run_plain, run_trace
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
+from torchremat.optimizing.partial_steps import steps_in_parts
+from torchremat.optimizing.rehearsal import marking_rehearsals, noting_gradients
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
@@ -27,6 +30,7 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report
 from torchremat.planning.searches.progress import Observer, Progress, checked
+from torchremat.planning.stepping import handles_on
 from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
@@ -139,7 +143,15 @@ def _verified(
 ) -> Report:
     steps = _Steps(observer)
     subject = subject_of(step, model, optimizer, needs_model=True)
-    place = subject.device(device)
+    stepped = (optimizer, *(handles.optimizer() for handles in handles_on(model.modules())))
+    with ExitStack() as stack:
+        for parts in {own for one in stepped if one is not None and (own := steps_in_parts(one)) is not None}:
+            stack.enter_context(parts.state_made())
+        return _compared(model, subject, device, steps)
+
+
+def _compared(model: nn.Module, subject: Subject, device: torch.device | str | None, steps: _Steps) -> Report:
+    optimizer, place = subject.optimizer, subject.device(device)
     accelerator_of(place).warm(place)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
@@ -211,15 +223,21 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
 
 def _outcome(subject: Subject) -> dict[str, Tensor]:
     """Run the step and return its results, by name."""
-    with subject.untouched(looks=True):
+    released: dict[int, Tensor] = {}
+
+    def note(parameter: Tensor, gradient: Tensor) -> None:
+        released[id(parameter)] = _copied(gradient)
+
+    with subject.untouched(looks=True), noting_gradients(note):
         loss = subject.forward()
         run_backward(loss)
         outcome = {"the loss": loss.detach().clone()}
         names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
-            if leaf.grad is not None:
-                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = _copied(leaf.grad)
+            gradient = released.get(id(leaf)) if leaf.grad is None else _copied(leaf.grad)
+            if gradient is not None:
+                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = gradient
         for model in subject.models:
             for name, gradient in unreduced_gradients(model.modules()).items():
                 outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)
@@ -237,11 +255,17 @@ def _copied(tensor: Tensor) -> Tensor:
 def _seconds(
     subject: Subject, model: nn.Module, device: torch.device, steps: _Steps, *, plain_fits: bool
 ) -> tuple[float, float | None]:
-    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn."""
+    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn.
+
+    Only forward and backward count, as parts of the optimizer's step are undone here.
+    """
+    now = accelerator_of(device).seconds
     ours: list[float] = []
     plain: list[float] = []
     for _ in range(_TIMED_RUNS):
-        ours.append(run_plain(subject, device).seconds)
+        with marking_rehearsals(lambda _: now(device)) as marks:
+            seconds = run_plain(subject, device).seconds
+        ours.append(seconds - sum(marks[1::2]) + sum(marks[::2]))
         steps.ran()
         if plain_fits:
             with bare(model):

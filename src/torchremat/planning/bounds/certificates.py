@@ -13,6 +13,7 @@ from torchremat.planning.bounds.relaxation import Relaxation, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.prediction import Prediction
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.schedules.bounds import Regions, lower_bound
 from torchremat.schedules.chain import Tree, kept
 from torchremat.schedules.interpreter import interpret
@@ -28,6 +29,7 @@ _EXECUTED = (
     "where they begin or pass over an operator"
 )
 _PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
+_STEPPING = "the optimizer steps as under the plan ({}), and what that adds to a step is not counted"
 _NO_BOUND = "the plain step as observed does not fit the budget, though the plan does"
 _STORED = "tensors wait in stores, and the bounds are of schedules that recompute all that they do not hold"
 _NO_CHAIN = "nested regions: the calls of this step make no chain"
@@ -120,6 +122,7 @@ class Claim:
         regions: The overhead of regions; None if it does not count.
         nested: The calls that the plan chooses among; None if they make no chain.
         stores: Whether tensors wait in stores.
+        stepping: How the optimizer steps, in the plan and in all schedules that the bounds are of.
     """
 
     unit: Cost
@@ -130,6 +133,7 @@ class Claim:
     nested: Relaxation | None
     regions: Regions | None = None
     stores: bool = False
+    stepping: Stepping = PLAIN_STEPPING
 
     def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
         """Compute the bounds.
@@ -177,6 +181,8 @@ class Claim:
                 yield _EXECUTED
         if persistent is not None:
             yield _PERSISTENT
+        if self.stepping != PLAIN_STEPPING:
+            yield _STEPPING.format(self.stepping)
 
 
 def claim_of(
@@ -188,6 +194,7 @@ def claim_of(
     step: PlainStep | Unseen,
     limit_bytes: int,
     stores: bool = False,
+    stepping: Stepping = PLAIN_STEPPING,
 ) -> Claim:
     """Return the data for the certificate of a tree.
 
@@ -199,6 +206,7 @@ def claim_of(
         step: The plain step.
         limit_bytes: The budget minus the bytes live before a step.
         stores: Whether tensors wait in stores.
+        stepping: How the optimizer steps.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
@@ -217,4 +225,5 @@ def claim_of(
         nested=nested,
         regions=regions_of(profile, step.flow) if unit == "seconds" and isinstance(step, PlainStep) else None,
         stores=stores,
+        stepping=stepping,
     )

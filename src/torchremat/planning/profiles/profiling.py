@@ -34,11 +34,12 @@ from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
-from torchremat.planning.profiles.events import without_hidden
+from torchremat.planning.profiles.events import without_hidden, without_seconds
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
-from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
+from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
@@ -99,7 +100,7 @@ def profile_subject(
     """
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
-    with peers.each(machine.entered), heap_set_aside():
+    with peers.each(machine.entered), heap_set_aside(), peers.each(partial(state_made, subject)):
         profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
         try:
             return profiling.pair(leaves=leaves, around=around)
@@ -131,7 +132,10 @@ class _Profiling:
         units, finest = self.units(leaves=leaves)
         outer = self.outer(units) if around else None
         ways = self.ways(units, finest)
+        is_known = knows_order(self.subject)
         place, blocks = self.watched(ways)
+        if not is_known:
+            place, blocks = self.watched(ways)  # the first one did not know which state to bring ahead
         seconds = self.seconds()
         blocks = replace(_scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
         parts = whole = None
@@ -363,14 +367,19 @@ def watch(
         with machine.record() as recorder:
             watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares)
             settings = Settings(observer=watcher, early_stop=not compares)
-            with installed(model, calls_of(units), tree, settings), noting(recorder):
+            with (
+                installed(model, calls_of(units), tree, settings),
+                noting(recorder),
+                marking_rehearsals(recorder.mark) as rehearsed,
+            ):
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
-        events = recorder.trace
+        # The seconds of a step are those of forward and backward alone.
+        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)
             watcher.is_over = True
