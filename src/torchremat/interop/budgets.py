@@ -57,6 +57,7 @@ class Training:
         log: Writes numbers, by name, to the log of the training.
         words: The words of the framework's user for it.
         holders: Objects of the framework that a step may change.
+        needs_gradients: Why the framework needs all gradients after the backward, and what to do; "" if it does not.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Training:
     log: Callable[[dict[str, float]], None]
     words: Words
     holders: Sequence[object] = ()
+    needs_gradients: str = ""
 
 
 class NoLossError(Exception):
@@ -81,7 +83,8 @@ class Budgeted:
         BudgetError: The budget is more than the device has; or it is a percentage, and each shape has a plan of its
             own.
         StepError: The optimizer has none of the model's parameters.
-        UnsupportedError: `shapes=True`, and several processes train together.
+        UnsupportedError: `shapes=True`, and several processes train together; or gradients are to be released, and the
+            framework needs them.
     """
 
     def __init__(self, wishes: Wishes, training: Training) -> None:
@@ -93,6 +96,7 @@ class Budgeted:
         self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
+        _check_releases(wishes, training)
         if wishes.shapes and _are_several():
             raise UnsupportedError(
                 f"shapes=True is for one process, and {dist.get_world_size()} train together here: while one of them "
@@ -110,6 +114,7 @@ class Budgeted:
                     budget=wishes.budget,
                     margin=wishes.margin,
                     optimizer=training.optimizer,
+                    release_gradients=wishes.options.release_gradients is True,
                     **wishes.options.search_keywords,
                 )
 
@@ -217,6 +222,7 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     """
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
+    _check_releases(wishes, training)
     with _advised(training), ExitStack() as stack:
         options = replace(wishes.options, optimizer=optimizer)
         check_request(model, step, options, wishes.budget, margin=wishes.margin)
@@ -272,6 +278,14 @@ def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
             "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
             "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
         ) from error
+
+
+def _check_releases(wishes: Wishes, training: Training) -> None:
+    if wishes.options.release_gradients and training.needs_gradients:
+        raise UnsupportedError(
+            f"release_gradients={wishes.options.release_gradients!r}: gradients cannot be released in the backward of "
+            f"this training: {training.needs_gradients}"
+        )
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:

@@ -64,7 +64,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size.
@@ -177,7 +177,20 @@ class _TrainingWatch:
             log=partial(transformers.Trainer.log, trainer),  # a subclass's own may also log values gathered so far
             holders=(trainer, trainer.state, trainer.control),
             words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
+            needs_gradients=_needs_gradients(trainer),
         )
+
+
+def _needs_gradients(trainer: transformers.Trainer) -> str:
+    args = trainer.args
+    own = type(args).__name__
+    if args.max_grad_norm:
+        return f"`{own}(max_grad_norm={args.max_grad_norm})` clips by the norm of all of them. Set `max_grad_norm=0`."
+    if args.gradient_accumulation_steps > 1:
+        return f"`{own}(gradient_accumulation_steps={args.gradient_accumulation_steps})` adds up those of several steps. Set 1."
+    if trainer.accelerator.scaler is not None:
+        return f"`{own}(fp16=True)` scales the loss, and looks for infinities in all of them. Set `bf16=True`."
+    return ""
 
 
 def _trainer_of(callback: MemoryBudget) -> transformers.Trainer:

@@ -18,7 +18,6 @@ from torchremat._compat.autograd import preserved_versions
 from torchremat.errors import UnsupportedError
 from torchremat.tensors.parts import parts_of
 
-
 T = TypeVar("T")
 
 _markers: list[Callable[[str], object]] = []

@@ -61,7 +61,7 @@ class Provenance:
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
         optimizer_store: A description of the store that was given for the optimizer's state; "" without one.
         given_optimizer_store: That store itself, for `apply`; a plan that was loaded has none.
-        given_optimizer: The optimizer, for `apply`; it is not kept alive, and a plan that was loaded or copied has none.
+        given_optimizer: The optimizer, for `apply`, if it is alive; a plan that was loaded or copied has none.
         ran_out: Whether the search ran out of time, so that a better plan may exist.
         conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
             warning in the first step.
