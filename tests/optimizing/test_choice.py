@@ -376,16 +376,16 @@ def test_each_shape_of_adaptive_has_released_gradients():
 
     batches = [ROWS[:, :length] for length in (17, 33, 65, 33)]
     with pytest.raises(BudgetError, match="no plan fits"):
-        Adaptive(model, loss_of, budget="3600KiB", optimizer=optimizer)(batches[2])
+        Adaptive(model, loss_of, budget="4600KiB", optimizer=optimizer)(batches[2])
 
-    with Adaptive(model, loss_of, budget="3600KiB", optimizer=optimizer, release_gradients=True, cost="flops") as run:
+    with Adaptive(model, loss_of, budget="4600KiB", optimizer=optimizer, release_gradients=True, cost="flops") as run:
         for rows in batches:
             optimizer.zero_grad()
             run(rows)
             optimizer.step()
         peaks = [one.peak_bytes for one in run.plans]
 
-    assert max(peaks) <= 3600 * 1024 and min(peaks) > 3 * parameter_bytes
+    assert max(peaks) <= 4600 * 1024 and min(peaks) > 3 * parameter_bytes
     assert is_plain(model, optimizer)
     plain, steps_on, _ = made()
     for rows in batches:
@@ -444,7 +444,7 @@ def test_a_guard_refuses_a_plan_that_trains_in_the_backward(below):
     plan, model, optimizer, loss_of = below
 
     with (
-        pytest.raises(UnsupportedError, match="the plan releases gradients.*cannot be run again"),
+        pytest.raises(UnsupportedError, match=r"the plan releases gradients.*cannot be run again"),
         guard(model, loss_of, plan=plan, optimizer=optimizer),
     ):
         pass

@@ -153,9 +153,7 @@ def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[
 
 def _needs_gradients(accelerator: accelerate.Accelerator) -> str:
     if accelerator.gradient_accumulation_steps > 1:
-        return (
-            "`Accelerator(gradient_accumulation_steps=...)` adds up the gradients of several backwards. Leave it out."
-        )
+        return "`Accelerator(gradient_accumulation_steps=...)` adds up those of several backwards. Leave it out."
     if accelerator.scaler is not None:
         return 'a loss scaler looks for infinities in all gradients before the step. Use `mixed_precision="bf16"`.'
     return ""

@@ -187,7 +187,8 @@ def _needs_gradients(trainer: transformers.Trainer) -> str:
     if args.max_grad_norm:
         return f"`{own}(max_grad_norm={args.max_grad_norm})` clips by the norm of all of them. Set `max_grad_norm=0`."
     if args.gradient_accumulation_steps > 1:
-        return f"`{own}(gradient_accumulation_steps={args.gradient_accumulation_steps})` adds up those of several steps. Set 1."
+        steps = args.gradient_accumulation_steps
+        return f"`{own}(gradient_accumulation_steps={steps})` adds up those of several backwards. Set 1."
     if trainer.accelerator.scaler is not None:
         return f"`{own}(fp16=True)` scales the loss, and looks for infinities in all of them. Set `bf16=True`."
     return ""

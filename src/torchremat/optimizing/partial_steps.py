@@ -214,22 +214,23 @@ class PartialSteps:
             UnsupportedError: The state that exists cannot be copied.
         """
         optimizer = self._optimizer()
-        made: list[Tensor] = []
+        state = {} if optimizer is None else optimizer.state
+        made = [
+            one for one in parameters_of([optimizer] if optimizer else []) if one.requires_grad and one not in state
+        ]
         try:
             if optimizer is not None:
                 options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
-                for one in parameters_of([optimizer]):
-                    if one.requires_grad and one not in optimizer.state:
-                        made.append(one)
-                        with undone(optimizer.state, [one]), _gradient_of_zeros(one):
-                            step_on(optimizer, [one], group_of)
-                        options.put_back()
-                        if self.mover is not None:
-                            self.mover.put_away(optimizer.state, [one])
+                for one in made:
+                    with undone(state, [one]), _gradient_of_zeros(one):
+                        step_on(optimizer, [one], group_of)
+                    options.put_back()
+                    if self.mover is not None:
+                        self.mover.put_away(state, [one])
             yield
         finally:
-            for one in made if optimizer is not None else ():
-                optimizer.state.pop(one, None)
+            for one in made:
+                state.pop(one, None)
 
     def end_rehearsal(self) -> None:
         """End the parts that were run to be measured."""
