@@ -142,6 +142,13 @@ class Budgeted:
         finally:
             self._loss = _no_loss  # it holds the framework's form of the batch
 
+    @property
+    def releases(self) -> bool:
+        """Whether the gradients of the training are released in its backward."""
+        if self._adaptive is not None:
+            return self._wishes.options.release_gradients is True
+        return self._fitted is not None and self._fitted.plan.stepping.releases
+
     def end(self) -> None:
         """Remove the plan from the model. May be called twice."""
         self.log_shapes()

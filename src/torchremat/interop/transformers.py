@@ -1,11 +1,12 @@
 """A budget as a callback of transformers' `Trainer`, and of its subclasses, for example TRL's.
 
 A callback does not get the trainer, whose loss is needed; but the trainer calls the callback, and so is found among the
-callers. From `on_train_begin` to `on_train_end` two methods of that one trainer are wrapped:
+callers. From `on_train_begin` to `on_train_end` three methods of that one trainer are wrapped:
 
     training_step    forward and backward of one batch: the block that runs within the budget
     compute_loss     the batch has been prepared, the model is in training mode, and precision, sharding, adapters and
                      resumed state are final: here the step is planned
+    _get_grad_norm   the norm of all gradients, for the log: there is none where gradients are released
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _COMPILED = (
     "`TrainingArguments(torch_compile=True)` compiles the model as one piece. Leave it out, and compile the layers "
     "before the trainer is made, `for layer in model.model.layers: layer.compile()`: a plan can choose among these."
 )
-_STEPS = ("training_step", "compute_loss")
+_STEPS = ("training_step", "compute_loss", "_get_grad_norm")
 
 
 class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
@@ -58,7 +59,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
     The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
     same as in a training without this. Planned and measured values are logged once: `memory_budget_bytes`,
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model has its original
-    state.
+    state. While gradients are released, `grad_norm` is not logged.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
@@ -129,9 +130,12 @@ class _TrainingWatch:
         self._wishes = wishes
         self._budgeted: Budgeted | None = None
         self._open: ExitStack | None = None
-        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in _STEPS}
-        self._own = {name: vars(trainer)[name] for name in _STEPS if name in vars(trainer)}
-        vars(trainer).update(training_step=self._training_step, compute_loss=self._compute_loss)
+        ours = zip(_STEPS, (self._training_step, self._compute_loss, self._get_grad_norm), strict=True)
+        # Older trainers have no method for the norm, and log none without clipping.
+        wrapped = {name: method for name, method in ours if hasattr(trainer, name)}
+        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in wrapped}
+        self._own = {name: vars(trainer)[name] for name in wrapped if name in vars(trainer)}
+        vars(trainer).update(wrapped)
 
     def check(self) -> None:
         if self._budgeted is None:
@@ -164,6 +168,11 @@ class _TrainingWatch:
                 self._budgeted = Budgeted(self._wishes, self._training(model))
             stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs))
         return self._plain["compute_loss"](model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        if self._budgeted is not None and self._budgeted.releases:
+            return None
+        return self._plain["_get_grad_norm"](*args, **kwargs)
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, inputs: object) -> object:
         loss = self._plain["compute_loss"](model, inputs, *args, **kwargs)

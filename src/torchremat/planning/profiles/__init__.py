@@ -15,6 +15,7 @@ events.py          the allocator's events of the watched step
 backwards.py       the backward of one unit in the watched step
 reading.py         figures, read out of the allocator's events
 optimizers.py      the bytes of the optimizer
+step_seconds.py    the seconds that ways of stepping add
 overheads.py       the executor's own overheads
 profiling.py       all of it together: a profile
 store_sizes.py     payloads of stores from each unit
