@@ -132,10 +132,9 @@ class _Profiling:
         units, finest = self.units(leaves=leaves)
         outer = self.outer(units) if around else None
         ways = self.ways(units, finest)
-        is_known = knows_order(self.subject)
+        if not knows_order(self.subject):
+            self.watched(ways)  # it shows which state to bring ahead
         place, blocks = self.watched(ways)
-        if not is_known:
-            place, blocks = self.watched(ways)  # the first one did not know which state to bring ahead
         seconds = self.seconds()
         blocks = replace(_scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
         parts = whole = None
@@ -300,13 +299,9 @@ class _Profiling:
 
     def fits(self, units: Units, part: range | None = None) -> bool:
         """Whether a step in which each unit, or each of a part of them, is a region fits in each process."""
-        return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
-
-
-def _fits(units: Units, part: range, machine: Machine) -> bool:
-    """Whether a step in which each unit of a part is a region fits into the free memory now."""
-    held = {storage for unit in part for storage in units.units[unit].inputs}
-    return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
+        held = {storage for unit in part or range(len(units.units)) for storage in units.units[unit].inputs}
+        needed_bytes = 2 * sum(units.trace.storage_bytes[storage] for storage in held)
+        return self.peers.everywhere(lambda: has_room(self.machine, needed_bytes))
 
 
 def _completed(step: WatchedStep, machine: Machine) -> Profile:
@@ -367,18 +362,14 @@ def watch(
         with machine.record() as recorder:
             watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares)
             settings = Settings(observer=watcher, early_stop=not compares)
-            with (
-                installed(model, calls_of(units), tree, settings),
-                noting(recorder),
-                marking_rehearsals(recorder.mark) as rehearsed,
-            ):
+            marking = marking_rehearsals(recorder.mark)
+            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
-        # The seconds of a step are those of forward and backward alone.
         events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)
