@@ -432,12 +432,13 @@ def test_gradients_that_are_released_already_are_not_released_by_a_plan():
     assert is_plain(model, optimizer)
 
 
-def test_an_optimizer_whose_step_has_no_parts_is_refused_with_the_reason():
+@pytest.mark.parametrize("options", [{"release_gradients": "auto"}, {"optimizer_store": Disk()}], ids=str)
+def test_an_optimizer_whose_step_has_no_parts_is_refused_whatever_the_budget(options):
     model, _, loss_of = made()
     optimizer = optim.LBFGS(model.parameters())
 
     with pytest.raises(UnsupportedError, match="LBFGS"):
-        torchremat.plan(model, loss_of, budget="min", optimizer=optimizer, release_gradients=True)
+        torchremat.plan(model, loss_of, budget="100%", optimizer=optimizer, **options)
 
 
 def test_a_guard_refuses_a_plan_that_trains_in_the_backward(below):

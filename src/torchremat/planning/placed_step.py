@@ -49,7 +49,7 @@ class PlacedStep:
                 "stores are measured by each process for itself, and processes that train one model need one plan: "
                 "leave out stores."
             )
-        check_ways(options.ways_of_stepping, options.optimizer, are_several=self.peers.are_several)
+        check_ways(options.ways_of_stepping, model, options.optimizer, are_several=self.peers.are_several)
         self.repeats = Repeats()
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._profiled_s = time.perf_counter() - self._began_s

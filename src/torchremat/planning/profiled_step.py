@@ -31,6 +31,7 @@ from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
+from torchremat.tensors.parts import parts_of
 
 T = TypeVar("T")
 
@@ -139,7 +140,8 @@ class ProfiledStep:
         if given is None or not self.stepping.releases:
             return 0
         leaves = (one for one in parameters_of([given]) if one.requires_grad)
-        return sum(one.nbytes for one in leaves if one.device.type == device.type)
+        parts = (part for one in leaves for part in parts_of(one))
+        return sum(part.nbytes for part in parts if part.device.type == device.type)
 
     @cached_property
     def waiting_bytes(self) -> int:

@@ -23,6 +23,7 @@ from torchremat.errors import PlanError, UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.step import check_steps_on
+from torchremat.optimizing.partial_steps import partial_steps
 from torchremat.optimizing.release import GradientRelease, release_gradients
 from torchremat.optimizing.stored_state import OptimizerOffload, offload_optimizer
 from torchremat.tensors.handles import Store
@@ -205,19 +206,23 @@ def optimizer_for(model: nn.Module, stepping: Stepping, optimizer: Optimizer | N
     return optimizer
 
 
-def check_ways(ways: Iterable[Stepping], optimizer: Optimizer | None, *, are_several: bool) -> None:
-    """Raise if a plan cannot choose among ways of stepping.
+def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer | None, *, are_several: bool) -> None:
+    """Raise if a plan cannot choose among ways of stepping, whatever the budget.
 
     Args:
         ways: The ways.
+        model: The model.
         optimizer: The optimizer.
         are_several: Whether several processes train the model.
 
     Raises:
-        UnsupportedError: There is no optimizer, or the processes would choose each for itself.
+        UnsupportedError: There is no optimizer, or it cannot step in one of the ways, or the processes would choose
+            each for itself.
     """
     others = [one for one in ways if one != PLAIN_STEPPING]
-    if others and optimizer is None:
+    if not others:
+        return
+    if optimizer is None:
         raise UnsupportedError(
             "release_gradients= and optimizer_store= are about the step of an optimizer, and none is given: pass the "
             "one that trains the model, `optimizer=`."
@@ -228,3 +233,7 @@ def check_ways(ways: Iterable[Stepping], optimizer: Optimizer | None, *, are_sev
             "itself, and processes that train one model need one plan. Say release_gradients=True; for the state "
             "call `torchremat.offload_optimizer` before you plan."
         )
+    if any(one.releases for one in others):
+        SteppingHandles(model, optimizer, Stepping(releases=True), None).remove()
+    else:
+        partial_steps(optimizer).end()

@@ -151,7 +151,7 @@ class Adaptive(Generic[B]):
         self._handles: SteppingHandles | None = None
         if release_gradients:
             way = Stepping(releases=True)
-            check_ways([way], optimizer, are_several=False)
+            check_ways([way], model, optimizer, are_several=False)
             self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way, None)
 
     @without_our_frames
