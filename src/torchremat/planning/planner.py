@@ -112,10 +112,7 @@ class Planner(ProfiledStep):
         for way in self.options.ways_of_stepping:
             if best is not None and not self._may_be_cheaper(way, best):
                 break
-            profiled = self._in(way)
-            with heap_set_aside(), profiled.solver.search_budget.running():
-                candidate = profiled.best(limit_bytes, profiled.solver.search_budget)
-            found = None if candidate is None else Solution(profiled=profiled, candidate=candidate)
+            found = self._in(way).best(limit_bytes)
             if found is not None and (best is None or found.cost + self._least_gain < best.cost):
                 best = found
         return best

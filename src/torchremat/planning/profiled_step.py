@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
+from weakref import ref
 
 from torch import nn
 
 from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen, plain_step
@@ -67,7 +69,7 @@ class ProfiledStep:
         self.placed, self.stepping = placed, stepping
         self.model, self.options, self.subject = placed.model, placed.options, placed.subject
         self._machine, self._peers = placed.machine, placed.peers
-        self._reference = reference
+        self._reference = None if reference is None else ref(reference)  # which has this
         search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
         with placed.profiling(), placed.stepping(stepping):
@@ -108,21 +110,18 @@ class ProfiledStep:
         """Return the smallest budget for which a plan with a predicted peak is made."""
         return peak_bytes + ROOM_BYTES
 
-    def best(self, limit_bytes: int, search_budget: SearchBudget) -> Candidate | None:
-        """Return the cheapest tree found under which a training step stays within a limit; None if none does.
-
-        Args:
-            limit_bytes: The limit, in absolute bytes.
-            search_budget: That of the solver, which runs.
-        """
+    def best(self, limit_bytes: int) -> Solution | None:
+        """Return the cheapest tree found under which a step stays within a limit, in absolute bytes, if any does."""
         if self.peak_of(self.solver.plain) > limit_bytes:
             limit_bytes -= ROOM_BYTES
-        with search_budget.part(0.0, SOLVING_SHARE):
-            fits = limit_bytes >= (self.optimizer_peak_bytes or 0)
-            found = self.solver.solve(limit_bytes - self.fixed_bytes) if fits else None
-        with search_budget.part(SOLVING_SHARE, 1.0):
-            _ = self.solver.floor  # which the plan and the error report
-        return found
+        search_budget = self.solver.search_budget
+        with heap_set_aside(), search_budget.running():
+            with search_budget.part(0.0, SOLVING_SHARE):
+                fits = limit_bytes >= (self.optimizer_peak_bytes or 0)
+                found = self.solver.solve(limit_bytes - self.fixed_bytes) if fits else None
+            with search_budget.part(SOLVING_SHARE, 1.0):
+                _ = self.solver.floor  # which the plan and the error report
+        return None if found is None else Solution(profiled=self, candidate=found)
 
     @cached_property
     def added_s(self) -> float:
@@ -171,8 +170,8 @@ class ProfiledStep:
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
-        if self._reference is not None:
-            return self._reference.plain_peak()
+        if self.plain_profile is not self:
+            return self.plain_profile.plain_peak()
         if self._plain is None:
             self.solver.search_budget.tell("profiling", None)
             risen = self._measured_plain()
@@ -205,14 +204,15 @@ class ProfiledStep:
 
     def known_plain(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, predicted if it was not measured yet."""
-        if self._reference is not None:
-            return self._reference.known_plain()
+        if self.plain_profile is not self:
+            return self.plain_profile.known_plain()
         return self._plain or (self._predicted_plain, "predicted")
 
     @property
     def plain_profile(self) -> ProfiledStep:
         """The profile that shows the plain step: the one in the first way."""
-        return self._reference or self
+        first = None if self._reference is None else self._reference()
+        return first or self
 
     def for_all(self, made: Callable[[], T]) -> T:
         """Return in each process that trains the model the result made by the process with the largest step."""

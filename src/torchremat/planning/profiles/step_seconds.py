@@ -26,6 +26,8 @@ from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Store
 
 _TIMES = 3
+# Smaller tensors stay in memory, see `offload_optimizer`.
+_LEAST_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +74,18 @@ def stepping_seconds(subject: Subject, device: torch.device, store: Store | None
             raise
         let_go(error)
         parts_s, tensors = 0.0, []
-    payload = Payload(tensors=tuple(tensors))
+    payload = Payload(tensors=tuple(one for one in tensors if one[0] >= _LEAST_BYTES))
     moves_s = busy_s = 0.0
-    if store is not None and tensors:
+    if store is not None and payload.tensors:
         found = getattr(store, "statistics", None)
         limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
         speed = measured_speed(store, device, payload, limit_bytes)
         for one in (speed.out, speed.back):
-            moves_s += len(tensors) * one.tensor_s + payload.size_bytes * one.byte_s
-            busy_s += len(tensors) * one.busy_tensor_s + payload.size_bytes * one.busy_byte_s
-    return SteppingSeconds(parts_s=parts_s, moves_s=moves_s, busy_s=busy_s, state_bytes=payload.size_bytes)
+            moves_s += len(payload.tensors) * one.tensor_s + payload.size_bytes * one.byte_s
+            busy_s += len(payload.tensors) * one.busy_tensor_s + payload.size_bytes * one.busy_byte_s
+    return SteppingSeconds(
+        parts_s=parts_s, moves_s=moves_s, busy_s=busy_s, state_bytes=sum(size for size, _ in tensors)
+    )
 
 
 def _parts(subject: Subject, device: torch.device) -> tuple[float, list[tuple[int, torch.dtype]]]:
