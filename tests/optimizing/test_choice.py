@@ -28,6 +28,8 @@ from torchremat import (
     guard,
     release_gradients,
 )
+from torchremat.planning.profiles.step_seconds import SteppingSeconds
+from torchremat.planning.stepping import ways_of_stepping
 
 ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -174,6 +176,27 @@ def test_where_the_plain_floor_ends_gradients_are_released_and_below_that_state_
     assert planner.floor_bytes == floors[2]
     with pytest.raises(BudgetError, match=f"Smallest budget that works: {floors[2]} bytes"):
         planner.plan(floors[2] - 1)
+
+
+def test_a_way_that_takes_longer_than_to_recompute_is_not_taken():
+    model, optimizer, loss_of = made()
+    planner = torchremat.Planner(model, loss_of, optimizer=optimizer, release_gradients="auto", optimizer_store=Disk())
+    lowest = planner.lowest_bytes  # of the plain way
+
+    vars(planner.placed)["stepping_seconds"] = SteppingSeconds(parts_s=1e6, moves_s=1.0, busy_s=1.0, state_bytes=0)
+    plan = planner.plan(lowest)
+
+    assert str(plan.stepping) == "plain" and plan.recomputed_flops
+    assert planner.plan(lowest - 1).stepping_seconds == 1e6  # where nothing else is left
+
+
+def test_the_seconds_of_ways_are_those_that_a_step_waits_for():
+    seconds = SteppingSeconds(parts_s=1.0, moves_s=10.0, busy_s=2.0, state_bytes=0)
+    ways = ways_of_stepping(releases="auto", stores=True)
+
+    assert [seconds.added_s(way, backward_s=4.0) for way in ways] == [0.0, 1.0, 1.0 + 10.0 - 4.0]
+    assert [seconds.added_s(way, backward_s=30.0) for way in ways] == [0.0, 1.0, 1.0 + 2.0]
+    assert seconds.added_s(ways_of_stepping(releases=False, stores=True)[-1], backward_s=30.0) == 10.0
 
 
 def test_shares_are_of_the_plain_step():
