@@ -222,10 +222,10 @@ def test_a_frontier_goes_below_the_plain_floor():
     state_bytes = 3 * sum(one.nbytes for one in model.parameters())  # with the gradients
     assert found.points[0] == plain.points[0]
     assert found.floor.peak_bytes <= plain.floor.peak_bytes - 0.9 * state_bytes
-    assert str(found).endswith("floor  gradients released, state stored")
+    assert "floor  gradients released, state stored" in str(found)
     plan = found.plan(found.floor)
     assert plan.stepping == found.floor.stepping and plan.peak_bytes == found.floor.peak_bytes
-    assert plan.slowdown == found.floor.slowdown
+    assert plan.slowdown == pytest.approx(found.floor.slowdown)
     assert found.plan("100%").stepping == found.points[0].stepping
     plan.apply(model)
     train(model, optimizer, loss_of, 1)

@@ -19,7 +19,7 @@ from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan, claimed
-from torchremat.planning.profiled_step import ProfiledStep
+from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.not_replayable import told
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
@@ -178,8 +178,8 @@ def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[Profiled
     peak_bytes, fixed_bytes = profiled.peak_of(found), profiled.fixed_bytes
     plain_peak_bytes, plain_source = profiled.known_plain()
     state_bytes = own.optimizer.state_bytes if own.optimizer is not None else 0
-    lasts_s = own.seconds + prediction.seconds + prediction.moving_s + profiled.added_s
-    plain = profiled.plain_profile
+    plain, plain_s = profiled.plain_profile, Solution(profiled=profiled, candidate=found).plain_seconds
+    lasts_s = plain_s + prediction.seconds + prediction.moving_s + profiled.added_s
     return Forecast(
         peak_bytes=peak_bytes,
         step_peak_bytes=fixed_bytes + prediction.peak_bytes,
@@ -190,7 +190,7 @@ def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[Profiled
         where=prediction.where,
         plain_peak_bytes=plain_peak_bytes,
         plain_source=plain_source,
-        plain_seconds=own.seconds,
+        plain_seconds=plain_s,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
         recomputed_calls=prediction.calls,
@@ -198,7 +198,7 @@ def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[Profiled
         # A search that ran out of time may know no lower peak than that of the plan.
         floor_bytes=min(*(one.lowest_bytes for one in known), profiled.budget_for(peak_bytes)),
         curve=curve_of(own, found.tree, fixed_bytes, found.offloads, lasts_s=lasts_s),
-        plain_curve=curve_of(plain.profile, plain.solver.plain.tree, plain.fixed_bytes, lasts_s=own.seconds),
+        plain_curve=curve_of(plain.profile, plain.solver.plain.tree, plain.fixed_bytes, lasts_s=plain_s),
         moving_seconds=prediction.moving_s,
         released_bytes=profiled.released_bytes,
         waiting_bytes=profiled.waiting_bytes,

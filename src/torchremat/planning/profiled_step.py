@@ -268,8 +268,14 @@ class Solution:
     @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over those of a plain one."""
-        seconds = self.profiled.profile.seconds
-        return self.candidate.slowdown + (self.profiled.added_s / seconds if seconds else 0.0)
+        made, plain_s = self.candidate.prediction, self.plain_seconds
+        return 1 + (made.seconds + made.moving_s + self.profiled.added_s) / plain_s if plain_s else 1.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain step: in each way the same, so that ways can be compared."""
+        first = self.profiled.plain_profile
+        return self.candidate.profile.seconds if first is self.profiled else first.profile.seconds
 
 
 def check_request(model: nn.Module, step: Step, options: PlanOptions, budget: int | str, *, margin: int | str) -> None:
