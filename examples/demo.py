@@ -1,7 +1,8 @@
 """Train a byte-level GPT on real text, plain and inside six memory budgets, and compare the runs bit for bit.
 
 The text is the source of the Python standard library. All runs take each batch in turn, so that their step times can be
-compared. In the last two runs the backward releases the gradients; in the last one AdamW's state is on the disk, too.
+compared. In the last two runs plans release the gradients in the backward; in the last one AdamW's state may wait on
+the disk, too.
 Plan files and the memory curves of one step go to `out/`. The exit code is 1, and the last lines say why, if
 
     a measured peak is above its budget, or more than 1% off its prediction
@@ -118,37 +119,23 @@ class Run:
         self.optimizer_peak_bytes = self.measured.before_bytes + recorder.trace.peak_bytes
 
 
-def release(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torchremat.release_gradients(model, optimizer)
-
-
-def release_and_store(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torchremat.release_gradients(model, optimizer)
-    torchremat.offload_optimizer(optimizer, torchremat.Disk())
-
-
 # What lowers the part of a step that no recompute lowers.
-LOWERED = {"released": release, "on disk": release_and_store}
-
-
-def build_for(name: str, sizes: Sizes) -> tuple[GPT, torch.optim.Optimizer]:
-    """What the run of a name trains, before it has a plan."""
-    model, optimizer = build(sizes)
-    if name in LOWERED:
-        LOWERED[name](model, optimizer)
-    return model, optimizer
+LOWERED = {
+    "released": {"release_gradients": True},
+    "on disk": {"release_gradients": True, "optimizer_store": torchremat.Disk()},
+}
 
 
 def make_run(name: str, plan: torchremat.Plan | None, sizes: Sizes) -> Run:
-    model, optimizer = build_for(name, sizes)
+    model, optimizer = build(sizes)
     if plan is not None:
-        plan.apply(model)
+        plan.apply(model, optimizer=optimizer)
     return Run(name=name, plan=plan, model=model, optimizer=optimizer)
 
 
 def planner_for(name: str, rows: Tensor, sizes: Sizes) -> torchremat.Planner:
-    model, optimizer = build_for(name, sizes)
-    return torchremat.Planner(model, partial(loss_of, rows), optimizer=optimizer)
+    model, optimizer = build(sizes)
+    return torchremat.Planner(model, partial(loss_of, rows), optimizer=optimizer, **LOWERED.get(name, {}))
 
 
 def smallest_plan(planner: torchremat.Planner) -> torchremat.Plan:

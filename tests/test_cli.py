@@ -390,6 +390,23 @@ def test_stores_are_offered_by_name(folder):
     )
 
 
+def test_a_plan_may_change_the_step_of_the_optimizer():
+    ways = ("--release-gradients", "auto", "--optimizer-store", "disk", "--cost", "flops")
+    table = run("frontier", "factories:with_optimizer", *ways, "--points", "3").stdout
+    planned = run("plan", "factories:with_optimizer", "--budget", "min", *ways, "--out", "plan.json").stdout
+
+    assert "optimizer" in table and table.rstrip().endswith("stored")  # in the row of the lowest peak
+    assert "of gradients: each parameter steps in the backward" in planned
+    assert "of optimizer state in Disk(" in planned
+    verify = ("verify", "factories:with_optimizer", "--plan", "plan.json")
+    assert "bit for bit" in run(*verify, "--optimizer-store", "disk").stdout
+    assert "made with Disk(" in run(*verify, code=1).output
+    assert "--optimizer-store 'x': allowed are disk and host" in run(*verify, "--optimizer-store", "x", code=2).output
+    assert "bit for bit" in run("fit", "factories:with_optimizer", "--budget", "min", *ways[:2]).stdout
+    lone = run("plan", "factories:build", "--budget", "min", "--release-gradients", "yes", code=1)
+    assert "pass the one that trains the model" in lone.output
+
+
 def test_saved_prints_what_autograd_keeps():
     result = run("saved", "factories:build", "--top", "2")
 

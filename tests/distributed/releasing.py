@@ -14,7 +14,7 @@ from distributed.comparing import train
 from distributed.fully_sharded import mesh, sharded, wrapped
 from distributed.models import batch, net, partly_frozen, some, tied_inside
 from optimizing.loops import in_memory
-from torchremat import Disk, Host, UnsupportedError, offload_optimizer, release_gradients
+from torchremat import Disk, Host, UnsupportedError, offload_optimizer, plan, release_gradients
 from torchremat.optimizing.tombstones import ReleasedGradient
 
 STEPS = 4
@@ -34,6 +34,22 @@ def both(model, optimizer):
     offload_optimizer(optimizer, Disk(), min_bytes=8)
 
 
+def planned(model, optimizer):
+    def loss_of(model):
+        return model(batch(dist.get_rank(), 0)).square().sum()
+
+    options = {"budget": "min", "cost": "flops", "optimizer": optimizer}
+    with pytest.raises(UnsupportedError, match=r"each process measures for itself.*Say release_gradients=True"):
+        plan(model, loss_of, **options, release_gradients="auto")
+    lowest = plan(model, loss_of, **options)
+    found = plan(model, loss_of, **options, release_gradients=True)
+    assert found.stepping.releases and found.before_bytes["gradients"] == 0
+    assert found.released_bytes == lowest.before_bytes["gradients"]
+    assert found.plain_peak_bytes == lowest.plain_peak_bytes
+    assert found.peak_bytes < lowest.peak_bytes
+    found.apply(model)
+
+
 def nothing(model, optimizer):
     """The plain loop."""
 
@@ -49,7 +65,7 @@ def trained(build, prepare, *transformations, steps=STEPS):
         train(model, dist.get_rank(), number, 1)
         kinds = {type(p.grad) for p in model.parameters() if p.grad is not None}
         optimizer.step()
-    assert (ReleasedGradient in kinds) == (prepare in (released, both))
+    assert (ReleasedGradient in kinds) == (prepare in (released, both, planned))
     if prepare in (stored, both):
         counts = [one for entries in optimizer.state.values() for one in [dict.__getitem__(entries, "step")]]
         assert in_memory(optimizer) == 4 * len(counts)
@@ -107,6 +123,10 @@ def shards_that_are_frozen():
 
 def shards_without_gradients():
     compare(some, both, sharded)
+
+
+def a_plan_releases_shards():
+    compare(net, planned, sharded)
 
 
 def state_under_data_parallelism():
@@ -170,6 +190,7 @@ CASES = {
         shards_of_tied_parameters,
         shards_that_are_frozen,
         shards_without_gradients,
+        a_plan_releases_shards,
         state_under_data_parallelism,
         data_parallelism_is_refused,
         shards_that_accumulate,

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import accelerate
 import pytest
@@ -187,3 +188,44 @@ def test_mistakes_are_told():
     model.gradient_checkpointing = True
     with pytest.raises(torchremat.UnsupportedError, match="gradient_checkpointing_disable"):
         prepare(accelerator, model, optimizer, step, budget="75%")
+
+
+def test_gradients_are_released_and_state_is_stored_below_the_floor():
+    def trained_below(**options):
+        AcceleratorState._reset_state(True)
+        torch.manual_seed(1)
+        accelerator = accelerate.Accelerator(cpu=True, log_with=[tracker := Tracker()])
+        accelerator.init_trackers("rows")
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        batches = [torch.randn(4, 64, 16) for _ in range(3)]
+        if options:
+            model, optimizer = prepare(accelerator, model, optimizer, partial(loss_of, batch=batches[0]), **options)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for batch in batches:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, tracker.rows
+
+    plain, _ = trained_below()
+    _, (floor,) = trained_below(budget="min", **QUICK)
+    ours, (row,) = trained_below(budget="min", release_gradients="auto", optimizer_store=torchremat.Disk(), **QUICK)
+
+    assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+    parameter_bytes = sum(one.nbytes for one in ours.parameters())
+    assert row["memory_measured_bytes"] < floor["memory_measured_bytes"] - 1.5 * parameter_bytes
+    torchremat.unwrap(ours)
+    assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.parameters())
+
+
+def test_several_backwards_for_a_step_are_refused_with_released_gradients():
+    AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = partial(loss_of, batch=torch.randn(4, 64, 16))
+
+    with pytest.raises(torchremat.UnsupportedError, match="adds up those of several backwards"):
+        prepare(accelerator, model, optimizer, step, budget="75%", release_gradients=True)

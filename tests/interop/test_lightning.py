@@ -40,6 +40,23 @@ def test_the_training_is_the_same_within_the_budget(tmp_path, options):
     assert ours.is_bare
 
 
+def test_the_training_is_the_same_with_state_in_a_store(tmp_path):
+    plain = fit(tmp_path)
+    floor = fit(tmp_path, [budget("min")]).logged[0]["memory_measured_bytes"]
+    ours = fit(tmp_path, [budget("min", optimizer_store=torchremat.Disk())])
+
+    assert ours == plain
+    (row,) = ours.logged
+    assert row["memory_measured_bytes"] < floor - 1.5 * sum(one.nbytes for one in ours.model.parameters())
+    assert ours.is_bare
+
+
+@pytest.mark.parametrize("releases", [True, "auto"])
+def test_gradients_are_not_released_where_the_backward_is_in_the_step(tmp_path, releases):
+    with pytest.raises(torchremat.UnsupportedError, match=r"inside of the step, `optimizer.step\(closure\)`"):
+        fit(tmp_path, [budget("75%", release_gradients=releases)])
+
+
 def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):
     needed = fit(tmp_path, [budget("100%")], sizes=(32, 128), max_steps=8).logged[-1]["memory_measured_bytes"]
     plain = fit(tmp_path, sizes=(32, 128), max_steps=8)

@@ -11,6 +11,7 @@ from transformers import Trainer
 
 import torchremat
 from interop.trainers import Small, Tokens, llama, train
+from torchremat import Disk
 
 MemoryBudget = torchremat.interop.transformers.MemoryBudget
 
@@ -59,6 +60,52 @@ def test_the_training_is_the_same_within_the_budget(tmp_path, options, model):
     for one, name in ((plain, "plain"), (ours, "ours")):
         one.model.save_pretrained(tmp_path / name)
     assert folder(tmp_path / "ours") == folder(tmp_path / "plain")
+
+
+BELOW = {"release_gradients": True, "optimizer_store": Disk()}
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("min", BELOW),
+        ("min", {**BELOW, "release_gradients": "auto"}),
+        ("1.2MB", {"release_gradients": True, "shapes": True}),
+    ],
+    ids=["both", "auto", "shapes"],
+)
+def test_the_training_is_the_same_with_released_gradients(tmp_path, size, options):
+    training = {"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 3}
+    plain = train(tmp_path / "plain", **training)
+    floor = train(tmp_path / "floor", [budget("min")], **training).logged[0]["memory_measured_bytes"]
+    ours = train(tmp_path / "ours", [budget(size, **options)], **training)
+
+    for row in plain.others:
+        row.pop("grad_norm", None)  # of all gradients
+    assert ours == plain
+    row = ours.logged[-1]
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
+    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    if "shapes" not in options:  # whose first measured step has no state yet
+        assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
+        assert row["memory_measured_bytes"] < floor - 1.5 * parameter_bytes
+    assert ours.is_bare
+    assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
+    states = [torch.load(tmp_path / name / "checkpoint-3/optimizer.pt") for name in ("plain", "ours")]
+    assert str(states[0]) == str(states[1])
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({}, r"`TrainingArguments\(max_grad_norm=1.0\)` clips by the norm of all of them. Set `max_grad_norm=0`"),
+        ({"max_grad_norm": 0, "gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2\)` adds up"),
+    ],
+)
+@pytest.mark.parametrize("releases", [True, "auto"])
+def test_a_training_that_needs_all_gradients_is_refused(tmp_path, training, words, releases):
+    with pytest.raises(torchremat.UnsupportedError, match=words):
+        train(tmp_path, [budget("75%", release_gradients=releases)], **training)
 
 
 class Unshuffled(Trainer):
@@ -182,6 +229,8 @@ def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
         (("70%",), {"shapes": True}, torchremat.BudgetError, "give the budget in bytes"),
         (("20GiB",), {"shapes": "yes"}, torchremat.UnsupportedError, "shapes='yes'"),
         (("20GiB",), {"cost": "time"}, torchremat.UnsupportedError, "cost"),
+        (("20GiB",), {"release_gradients": "yes"}, torchremat.UnsupportedError, "release_gradients='yes'"),
+        (("20GiB",), {"release_gradients": "auto", "shapes": True}, torchremat.UnsupportedError, "in one way for all"),
     ],
 )
 def test_mistakes_are_told_where_the_callback_is_made(arguments, options, kind, words):

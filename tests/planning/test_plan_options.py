@@ -10,8 +10,9 @@ from torch import nn
 import torchremat
 from torchremat import Disk, UnsupportedError
 from torchremat.interop.request import MemoryBudget
-from torchremat.planning.plan_options import FitKeywords, PlanKeywords, PlanOptions, SearchKeywords
+from torchremat.planning.plan_options import FitKeywords, PlanKeywords, PlanOptions, SearchKeywords, TrainingKeywords
 
+TRAINING = {"cost", "operators", "release_gradients", "optimizer_store"}
 NAMES = {one.name for one in fields(PlanOptions)}
 
 
@@ -24,6 +25,7 @@ def test_the_keywords_are_the_options():
     assert get_type_hints(PlanKeywords) == get_type_hints(PlanOptions)
     assert get_type_hints(FitKeywords).keys() == NAMES - {"on"}
     assert get_type_hints(SearchKeywords).keys() == {"cost", "operators"}
+    assert get_type_hints(TrainingKeywords).keys() == TRAINING
     assert PlanOptions().search_keywords.keys() == SearchKeywords.__optional_keys__
 
 
@@ -41,8 +43,8 @@ def test_options_are_keywords_and_back():
         (torchremat.frontier, NAMES),
         (torchremat.Planner, NAMES),
         (torchremat.fit, NAMES - {"on"}),
-        (torchremat.Adaptive, {"cost", "operators", "optimizer", "device"}),
-        (MemoryBudget, {"cost", "operators"}),
+        (torchremat.Adaptive, {"cost", "operators", "optimizer", "device", "release_gradients"}),
+        (MemoryBudget, TRAINING),
     ],
 )
 def test_every_function_lists_the_options_that_it_takes(function, names):

@@ -27,14 +27,17 @@ from torchremat.cli.options import (
     Margin,
     On,
     Operators,
+    OptimizerStore,
     Out,
     Plot,
+    Release,
     SaveDevice,
     Stores,
     Target,
     Trace,
     budget_of,
     number_of,
+    optimizer_store_of,
     options_of,
     place_of,
     stores_of,
@@ -185,6 +188,8 @@ def plan_command(
     save_device: SaveDevice = None,
     store: Stores = None,
     operators: Operators = True,
+    release_gradients: Release = "no",
+    optimizer_store: OptimizerStore = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _saying_errors(), progress_bar(_err) as progress:
@@ -192,7 +197,9 @@ def plan_command(
         if save_device is not None and on is not None:
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
-        options = options_of(device, on, store, progress, cost=cost, operators=operators)
+        options = options_of(
+            device, on, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+        )
         _, planner = _planner(target, options, size, margin_bytes)
         found = planner.plan(size, margin=margin_bytes)
         text = str(found)  # works the certificate out
@@ -214,11 +221,15 @@ def frontier_command(
     on: On = None,
     store: Stores = None,
     operators: Operators = True,
+    release_gradients: Release = "no",
+    optimizer_store: OptimizerStore = None,
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot, html=html)
-        options = options_of(device, on, store, progress, cost=cost, operators=operators)
+        options = options_of(
+            device, on, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+        )
         _, planner = _planner(target, options)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
@@ -236,6 +247,7 @@ def verify_command(
     plan: Annotated[Path, typer.Option(help="A plan file.")],
     device: Device = None,
     store: Stores = None,
+    optimizer_store: OptimizerStore = None,
 ) -> None:
     """Run a step with a plan and one without.
 
@@ -245,7 +257,12 @@ def verify_command(
     with _working("verifying"):
         found = Plan.load(plan)
         own, place = load(target), place_of(device)
-        found.apply(own.model, stores=stores_of(store))
+        found.apply(
+            own.model,
+            stores=stores_of(store),
+            optimizer=own.optimizer,
+            optimizer_store=optimizer_store_of(optimizer_store),
+        )
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(report)
     _judge(found, report)
@@ -264,12 +281,16 @@ def fit_command(
     device: Device = None,
     store: Stores = None,
     operators: Operators = True,
+    release_gradients: Release = "no",
+    optimizer_store: OptimizerStore = None,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, trace, plot=plot, html=html)
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
-        options = options_of(device, None, store, progress, cost=cost, operators=operators)
+        options = options_of(
+            device, None, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+        )
         own, planner = _planner(target, options, size, margin_bytes)
         found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan
         text = str(found)  # works the certificate out

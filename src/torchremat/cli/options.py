@@ -47,6 +47,14 @@ Stores = Annotated[
         help=("Where saved tensors may wait: disk or host. Repeat it for both, and give verify the same as plan.")
     ),
 ]
+Release = Annotated[
+    Literal["no", "yes", "auto"],
+    typer.Option(help="Whether each parameter steps in the backward and frees its gradient; auto: if that helps."),
+]
+OptimizerStore = Annotated[
+    str | None,
+    typer.Option(help="Where the optimizer's state may wait: disk or host. Give verify the same as plan."),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[
     Path | None, typer.Option(help=("Image to draw: live bytes over the step. The file ending sets the format."))
@@ -97,7 +105,13 @@ def described_of(text: str | None, on: On) -> torch.device | DeviceDescription |
 
 
 def options_of(
-    device: str | None, on: On, store: list[str] | None, progress: Observer, **search: Unpack[SearchKeywords]
+    device: str | None,
+    on: On,
+    store: list[str] | None,
+    progress: Observer,
+    release_gradients: Literal["no", "yes", "auto"],
+    optimizer_store: str | None,
+    **search: Unpack[SearchKeywords],
 ) -> PlanOptions:
     """Return the options of a plan; their errors are reported before a model is made.
 
@@ -106,7 +120,24 @@ def options_of(
         TargetError: The device, or a kind of store, does not exist.
     """
     place, stores = described_of(device, on), stores_of(store)
-    return PlanOptions(device=place, on=on, stores=stores, progress=progress, **search)
+    return PlanOptions(
+        device=place,
+        on=on,
+        stores=stores,
+        release_gradients="auto" if release_gradients == "auto" else release_gradients == "yes",
+        optimizer_store=optimizer_store_of(optimizer_store),
+        progress=progress,
+        **search,
+    )
+
+
+def optimizer_store_of(name: str | None) -> Store | None:
+    """Return a new store of the named kind.
+
+    Raises:
+        TargetError: The kind does not exist.
+    """
+    return None if name is None else _store_of(name, "--optimizer-store")
 
 
 def stores_of(names: list[str] | None) -> list[Store]:
@@ -115,8 +146,11 @@ def stores_of(names: list[str] | None) -> list[Store]:
     Raises:
         TargetError: A kind does not exist.
     """
+    return [_store_of(name, "--store") for name in names or ()]
+
+
+def _store_of(name: str, option: str) -> Store:
     kinds: dict[str, Callable[[], Store]] = {"disk": Disk, "host": Host}
-    for name in names or ():
-        if name not in kinds:
-            raise TargetError(f"--store {name!r}: allowed are {' and '.join(kinds)}.")
-    return [kinds[name]() for name in names or ()]
+    if name not in kinds:
+        raise TargetError(f"{option} {name!r}: allowed are {' and '.join(kinds)}.")
+    return kinds[name]()

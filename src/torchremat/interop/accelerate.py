@@ -20,7 +20,7 @@ from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.measuring.step import check_takes
-from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
+from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
 
 try:
     import accelerate
@@ -64,7 +64,7 @@ class _Shaped:
 _shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
 
 
-@takes(SearchKeywords)
+@takes(TrainingKeywords)
 def prepare(
     accelerator: accelerate.Accelerator,
     model: M,
@@ -74,7 +74,7 @@ def prepare(
     budget: int | str,
     margin: int | str = 0,
     shapes: bool = False,
-    **options: Unpack[SearchKeywords],
+    **options: Unpack[TrainingKeywords],
 ) -> tuple[M, AcceleratedOptimizer]:
     """Return the result of `accelerator.prepare(model, optimizer)`, with a plan that a real step has confirmed.
 
@@ -94,7 +94,7 @@ def prepare(
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
         shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.
@@ -112,6 +112,7 @@ def prepare(
         optimizer=raw_optimizer(wrapped, AcceleratedOptimizer),
         log=partial(_log, WeakMethod(accelerator.log)),
         words=_WORDS,
+        needs_gradients=_needs_gradients(accelerator),
     )
     if shapes:
         _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(request, training), step=step)
@@ -147,6 +148,14 @@ def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[
     with shaped.budgeted.step(shaped.step, batch):
         yield
     shaped.budgeted.log_shapes()
+
+
+def _needs_gradients(accelerator: accelerate.Accelerator) -> str:
+    if accelerator.gradient_accumulation_steps > 1:
+        return "`Accelerator(gradient_accumulation_steps=...)` adds up those of several backwards. Leave it out."
+    if accelerator.scaler is not None:
+        return 'a loss scaler looks for infinities in all gradients before the step. Use `mixed_precision="bf16"`.'
+    return ""
 
 
 def _expect_batches(optimizer: torch.optim.Optimizer, shaped: _Shaped) -> None:

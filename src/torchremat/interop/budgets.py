@@ -56,6 +56,7 @@ class Training:
         log: Writes numbers, by name, to the log of the training.
         words: The words of the framework's user for it.
         holders: Objects of the framework that a step may change.
+        needs_gradients: Why the framework needs all gradients after the backward, and what to do; "" if it does not.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Training:
     log: Callable[[dict[str, float]], None]
     words: Words
     holders: Sequence[object] = ()
+    needs_gradients: str = ""
 
 
 class NoLossError(Exception):
@@ -80,7 +82,8 @@ class Budgeted:
         BudgetError: The budget is more than the device has; or it is a percentage, and each shape has a plan of its
             own.
         StepError: The optimizer has none of the model's parameters.
-        UnsupportedError: `shapes=True`, and several processes train together.
+        UnsupportedError: `shapes=True`, and several processes train together; or gradients are to be released, and the
+            framework needs them.
     """
 
     def __init__(self, request: BudgetRequest, training: Training) -> None:
@@ -92,6 +95,7 @@ class Budgeted:
         self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
+        _check_releases(request, training)
         if request.shapes and _are_several():
             raise UnsupportedError(
                 f"shapes=True is for one process, and {dist.get_world_size()} train together here: while one of them "
@@ -109,6 +113,7 @@ class Budgeted:
                     budget=request.budget,
                     margin=request.margin,
                     optimizer=training.optimizer,
+                    release_gradients=request.options.release_gradients is True,
                     **request.options.search_keywords,
                 )
 
@@ -135,6 +140,13 @@ class Budgeted:
                 yield
         finally:
             self._loss = _no_loss  # it holds the framework's form of the batch
+
+    @property
+    def releases(self) -> bool:
+        """Whether the gradients of the training are released in its backward."""
+        if self._adaptive is not None:
+            return self._request.options.release_gradients is True
+        return self._fitted is not None and self._fitted.plan.stepping.releases
 
     def end(self) -> None:
         """Remove the plan from the model. May be called twice."""
@@ -216,6 +228,7 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
     """
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
+    _check_releases(request, training)
     with _advised(training), ExitStack() as stack:
         options = replace(request.options, optimizer=optimizer)
         check_request(model, step, options, request.budget, margin=request.margin)
@@ -271,6 +284,14 @@ def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
             "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
             "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
         ) from error
+
+
+def _check_releases(request: BudgetRequest, training: Training) -> None:
+    if request.options.release_gradients and training.needs_gradients:
+        raise UnsupportedError(
+            f"release_gradients={request.options.release_gradients!r}: gradients cannot be released in the backward of "
+            f"this training: {training.needs_gradients}"
+        )
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:

@@ -53,7 +53,7 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
         shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size.
@@ -76,6 +76,10 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
             optimizer=next(iter(trainer.optimizers)),
             log=partial(_log, trainer),
             words=_WORDS,
+            needs_gradients=(
+                "Lightning runs the backward inside of the step, `optimizer.step(closure)`. Leave it out; "
+                "`optimizer_store=` works."
+            ),
         )
         self._budgeted = Budgeted(self._request, training)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, check_flags
+from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
-from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
+from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class BudgetRequest:
 
     Raises:
         BudgetError: Budget or margin is not a size.
-        UnsupportedError: `shapes` is invalid.
+        UnsupportedError: `shapes` is invalid, or cannot be together with another option.
     """
 
     budget: int | str
@@ -70,6 +70,12 @@ class BudgetRequest:
                 f"budget={self.budget!r}: with shapes=True the plain peak differs from shape to shape; give the "
                 'budget in bytes, like "20GiB".'
             )
+        if self.shapes and (self.options.release_gradients == "auto" or self.options.optimizer_store is not None):
+            raise UnsupportedError(
+                'shapes=True with release_gradients="auto" or optimizer_store=: the optimizer steps in one way for all '
+                "shapes, so no plan of a shape can choose it. Say release_gradients=True; for the state call "
+                "`torchremat.offload_optimizer` before the training."
+            )
 
 
 class MemoryBudget:
@@ -79,16 +85,16 @@ class MemoryBudget:
         budget: See `BudgetRequest`.
         margin: See `BudgetRequest`.
         shapes: See `BudgetRequest`.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: See `BudgetRequest`.
         UnsupportedError: `shapes` or an option is invalid.
     """
 
-    @takes(SearchKeywords)
+    @takes(TrainingKeywords)
     def __init__(
-        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[SearchKeywords]
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
     ) -> None:
         super().__init__()
         self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)

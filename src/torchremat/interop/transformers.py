@@ -1,11 +1,12 @@
 """A budget as a callback of transformers' `Trainer`, and of its subclasses, for example TRL's.
 
 A callback does not get the trainer, whose loss is needed; but the trainer calls the callback, and so is found among the
-callers. From `on_train_begin` to `on_train_end` two methods of that one trainer are wrapped:
+callers. From `on_train_begin` to `on_train_end` three methods of that one trainer are wrapped:
 
     training_step    forward and backward of one batch: the block that runs within the budget
     compute_loss     the batch has been prepared, the model is in training mode, and precision, sharding, adapters and
                      resumed state are final: here the step is planned
+    _get_grad_norm   the norm of all gradients, for the log: there is none where gradients are released
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _COMPILED = (
     "`TrainingArguments(torch_compile=True)` compiles the model as one piece. Leave it out, and compile the layers "
     "before the trainer is made, `for layer in model.model.layers: layer.compile()`: a plan can choose among these."
 )
-_STEPS = ("training_step", "compute_loss")
+_STEPS = ("training_step", "compute_loss", "_get_grad_norm")
 
 
 class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
@@ -57,13 +58,13 @@ class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
     The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
     same as in a training without this. Planned and measured values are logged once: `memory_budget_bytes`,
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model has its original
-    state.
+    state. While gradients are released, `grad_norm` is not logged.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
         shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size.
@@ -128,9 +129,12 @@ class _TrainingWatch:
         self._request = request
         self._budgeted: Budgeted | None = None
         self._open: ExitStack | None = None
-        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in _STEPS}
-        self._own = {name: vars(trainer)[name] for name in _STEPS if name in vars(trainer)}
-        vars(trainer).update(training_step=self._training_step, compute_loss=self._compute_loss)
+        ours = zip(_STEPS, (self._training_step, self._compute_loss, self._get_grad_norm), strict=True)
+        # Older trainers have no method for the norm, and log none without clipping.
+        wrapped = {name: method for name, method in ours if hasattr(trainer, name)}
+        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in wrapped}
+        self._own = {name: vars(trainer)[name] for name in wrapped if name in vars(trainer)}
+        vars(trainer).update(wrapped)
 
     def check(self) -> None:
         if self._budgeted is None:
@@ -164,6 +168,11 @@ class _TrainingWatch:
             stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs))
         return self._plain["compute_loss"](model, inputs, *args, **kwargs)
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        if self._budgeted is not None and self._budgeted.releases:
+            return None
+        return self._plain["_get_grad_norm"](*args, **kwargs)
+
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, inputs: object) -> object:
         loss = self._plain["compute_loss"](model, inputs, *args, **kwargs)
         return loss[0] if isinstance(loss, tuple) else loss
@@ -176,7 +185,21 @@ class _TrainingWatch:
             log=partial(transformers.Trainer.log, trainer),  # a subclass's own may also log values gathered so far
             holders=(trainer, trainer.state, trainer.control),
             words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
+            needs_gradients=_needs_gradients(trainer),
         )
+
+
+def _needs_gradients(trainer: transformers.Trainer) -> str:
+    args = trainer.args
+    own = type(args).__name__
+    if args.max_grad_norm:
+        return f"`{own}(max_grad_norm={args.max_grad_norm})` clips by the norm of all of them. Set `max_grad_norm=0`."
+    if args.gradient_accumulation_steps > 1:
+        steps = args.gradient_accumulation_steps
+        return f"`{own}(gradient_accumulation_steps={steps})` adds up those of several backwards. Set 1."
+    if trainer.accelerator.scaler is not None:
+        return f"`{own}(fp16=True)` scales the loss, and looks for infinities in all of them. Set `bf16=True`."
+    return ""
 
 
 def _trainer_of(callback: MemoryBudget) -> transformers.Trainer:

@@ -46,8 +46,17 @@ class StateMover:
     def begin(self, state: State) -> None:
         """Put away what was read between two steps, or is new: all that is in memory."""
         for parameter in list(state):
-            self._leave(state, [parameter])
-            self._settle()
+            self.put_away(state, [parameter])
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether it knows what to bring ahead, from a step before."""
+        return bool(self._next)
+
+    def put_away(self, state: State, parameters: Sequence[Tensor]) -> None:
+        """Put the state of some parameters into the store, and wait until it is out."""
+        self._leave(state, parameters)
+        self._settle()
 
     def slices(self, parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Yield parameters in parts, none larger than the largest parameter."""

@@ -14,8 +14,8 @@ The optimizer owns this object, through its hooks; nothing here owns the optimiz
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -26,7 +26,7 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
-from torchremat.optimizing.rehearsal import undone
+from torchremat.optimizing.rehearsal import marked_rehearsal, undone
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 
@@ -100,7 +100,6 @@ class PartialSteps:
         self._done: dict[int, None] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._rehearsed: _Rehearsed | None = None
-        self._stayed_bytes = 0
         self._known = 0  # how many parameters had state when the step was opened
 
     @property
@@ -178,7 +177,7 @@ class PartialSteps:
         if optimizer is None:
             return
         task, state = current_graph_task(), optimizer.state
-        with self._lock:
+        with self._lock, marked_rehearsal():
             if self._rehearsed is None or self._rehearsed.task != task:
                 options = GroupOptions(optimizer.param_groups)
                 self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
@@ -193,23 +192,45 @@ class PartialSteps:
             if self.mover is not None:
                 self.mover.give(state, parameters)
             for one in made:
-                entries = dict.values(state.pop(one, {}))
-                self._stayed_bytes += sum(value.nbytes for value in entries if isinstance(value, Tensor))
+                state.pop(one, None)
             if is_last:
                 self.end_rehearsal()
 
-    def rehearse_step(self) -> int:
-        """Run all parts that a user's `step()` makes of a step, and undo them.
-
-        Returns:
-            The bytes of state that the parts made, and that would have stayed in memory.
-        """
-        optimizer, self._stayed_bytes = self._optimizer(), 0
-        if optimizer is not None and self.mover is not None:
-            slices = list(self.mover.slices(_with_gradients(optimizer)))
+    def rehearse_step(self) -> None:
+        """Run all parts that a user's `step()` makes of a step, and undo them: none if the backward makes them."""
+        optimizer = self._optimizer()
+        if optimizer is None or self.mover is None or self.release is not None:
+            return
+        slices = list(self.mover.slices(_with_gradients(optimizer)))
+        for _ in range(1 if self.mover.knows_order else 2):  # the first one does not know what to bring ahead
             for number, some in enumerate(slices, 1):
                 self.rehearse(some, is_last=number == len(slices))
-        return self._stayed_bytes
+
+    @contextmanager
+    def state_made(self) -> Generator[None]:
+        """Let each parameter have state in the block, as after a first step; what was made is dropped at its end.
+
+        Raises:
+            UnsupportedError: The state that exists cannot be copied.
+        """
+        optimizer = self._optimizer()
+        state = {} if optimizer is None else optimizer.state
+        made = [
+            one for one in parameters_of([optimizer] if optimizer else []) if one.requires_grad and one not in state
+        ]
+        try:
+            if optimizer is not None:
+                options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
+                for one in made:
+                    with undone(state, [one]), _gradient_of_zeros(one):
+                        step_on(optimizer, [one], group_of)
+                    options.put_back()
+                    if self.mover is not None:
+                        self.mover.put_away(state, [one])
+            yield
+        finally:
+            for one in made:
+                state.pop(one, None)
 
     def end_rehearsal(self) -> None:
         """End the parts that were run to be measured."""
@@ -318,6 +339,15 @@ def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
     return [
         one for one in parameters_of([optimizer]) if one.grad is not None and not isinstance(one.grad, ReleasedGradient)
     ]
+
+
+@contextmanager
+def _gradient_of_zeros(parameter: Tensor) -> Generator[None]:
+    had, parameter.grad = parameter.grad, torch.zeros_like(parameter, requires_grad=False)
+    try:
+        yield
+    finally:
+        parameter.grad = had
 
 
 def _without_autocast(device: torch.device) -> torch.autocast | nullcontext[None]:

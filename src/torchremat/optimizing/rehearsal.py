@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,56 @@ from torch import Tensor
 from torchremat._compat.autograd import preserved_versions
 from torchremat.errors import UnsupportedError
 from torchremat.tensors.parts import parts_of
+
+T = TypeVar("T")
+
+_markers: list[Callable[[str], object]] = []
+
+
+@contextmanager
+def marked_rehearsal() -> Generator[None]:
+    """Let `marking_rehearsals` know that the block rehearses a part of a step."""
+    for mark in _markers:
+        mark("a part begins")
+    try:
+        yield
+    finally:
+        for mark in _markers:
+            mark("a part ends")
+
+
+@contextmanager
+def marking_rehearsals(mark: Callable[[str], T]) -> Generator[list[T]]:
+    """Yield a list that gets two marks of each part that is rehearsed in the block: before it, and after it."""
+    marks: list[T] = []
+
+    def marker(label: str) -> None:
+        marks.append(mark(label))
+
+    _markers.append(marker)
+    try:
+        yield marks
+    finally:
+        _markers.remove(marker)
+
+
+_notes: list[Callable[[Tensor, Tensor], object]] = []
+
+
+@contextmanager
+def noting_gradients(note: Callable[[Tensor, Tensor], object]) -> Generator[None]:
+    """Call `note(parameter, gradient)` in the block before a rehearsal frees a gradient."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
+def note_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Show a gradient that is about to be freed to `noting_gradients`."""
+    for note in _notes:
+        note(parameter, gradient)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.optimizers import Optimizer, parameters_of
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.optimizing.rehearsal import note_gradient
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.regions.rehearsals import is_rehearsing
 
@@ -151,6 +152,7 @@ class GradientRelease:
         if steps is None or gradient is None:
             return
         if is_rehearsing():
+            note_gradient(parameter, gradient)
             del gradient
             steps.rehearse([parameter], is_last=current_graph_task() < 0)
             parameter.grad = None

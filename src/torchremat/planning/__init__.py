@@ -11,6 +11,8 @@ bounds/     bounds on the distance from the best tree found to the best possible
 budgets, hosts           a budget in bytes, and the memory of a host
 layout, roots            putting a tree on a model
 plan_options             the options of `plan` and others
+stepping                 how the optimizer steps: whether gradients are released, and where its state waits
+placed_step              a step where it runs: what all its profiles have in common
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner, doors           `plan` and `frontier`
 forecasts, plan_data     a plan as data

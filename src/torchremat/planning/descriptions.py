@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 
@@ -17,14 +17,16 @@ from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.forecasts import Forecast, Point
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan, claimed
-from torchremat.planning.profiled_step import ProfiledStep
+from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.searches.flows import operators_of
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
+from torchremat.planning.stepping import GivenOptimizer
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.sizes import format_bytes
 
@@ -112,7 +114,15 @@ def curve_of(
     return tuple(replace(point, seconds=point.seconds * scale) for point in points)
 
 
-def plan_of(profiled: ProfiledStep, found: Candidate, size: int, budget: str, *, margin_bytes: int = 0) -> Plan:
+def plan_of(
+    profiled: ProfiledStep,
+    found: Candidate,
+    size: int,
+    budget: str,
+    *,
+    margin_bytes: int = 0,
+    beside: Sequence[ProfiledStep] = (),
+) -> Plan:
     """Return a candidate as a plan.
 
     Args:
@@ -121,6 +131,7 @@ def plan_of(profiled: ProfiledStep, found: Candidate, size: int, budget: str, *,
         size: The budget in bytes.
         budget: The budget as it was given.
         margin_bytes: Bytes of the budget that have to stay free.
+        beside: The step in other ways of stepping, which may have a lower peak.
     """
     search = profiled.solver
     search.search_budget.tell("certificate", None)
@@ -132,8 +143,10 @@ def plan_of(profiled: ProfiledStep, found: Candidate, size: int, budget: str, *,
         step=profiled.plain_step,
         limit_bytes=size - margin_bytes - profiled.fixed_bytes,
         stores=bool(found.offloads),
+        stepping=profiled.stepping,
     )
-    parts = _choice(profiled, found), _forecast(profiled, found), _provenance(profiled, found, size, budget)
+    forecast = _forecast(profiled, found, (profiled, *beside))
+    parts = _choice(profiled, found), forecast, _provenance(profiled, found, size, budget)
     return claimed(Plan(**{name: value for part in parts for name, value in vars(part).items()}), claim)
 
 
@@ -146,15 +159,25 @@ def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
         held=held_of(own, found.tree),
         stored=tuple(choice.planned for choice in found.offloads.values()),
         unlike=dict(own.units.unlike),
+        stepping=profiled.stepping,
     )
 
 
-def _forecast(profiled: ProfiledStep, found: Candidate) -> Forecast:
+def with_optimizer(plan: Plan, options: PlanOptions) -> Plan:
+    """Return the plan with the optimizer of this process, and the store of its state, for `apply`."""
+    if options.optimizer is not None:
+        object.__setattr__(plan, "given_optimizer", GivenOptimizer(options.optimizer))
+        object.__setattr__(plan, "given_optimizer_store", options.optimizer_store)
+    return plan
+
+
+def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[ProfiledStep]) -> Forecast:
     own, prediction, before = found.profile, found.prediction, profiled.profile.before
     peak_bytes, fixed_bytes = profiled.peak_of(found), profiled.fixed_bytes
     plain_peak_bytes, plain_source = profiled.known_plain()
     state_bytes = own.optimizer.state_bytes if own.optimizer is not None else 0
-    lasts_s = own.seconds + prediction.seconds + prediction.moving_s
+    plain, plain_s = profiled.plain_profile, Solution(profiled=profiled, candidate=found).plain_seconds
+    lasts_s = plain_s + prediction.seconds + prediction.moving_s + profiled.added_s
     return Forecast(
         peak_bytes=peak_bytes,
         step_peak_bytes=fixed_bytes + prediction.peak_bytes,
@@ -165,34 +188,39 @@ def _forecast(profiled: ProfiledStep, found: Candidate) -> Forecast:
         where=prediction.where,
         plain_peak_bytes=plain_peak_bytes,
         plain_source=plain_source,
-        plain_seconds=own.seconds,
+        plain_seconds=plain_s,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
         recomputed_calls=prediction.calls,
         flops=own.units.trace.flops,
         # A search that ran out of time may know no lower peak than that of the plan.
-        floor_bytes=min(profiled.floor_bytes, profiled.budget_for(peak_bytes)),
+        floor_bytes=min(*(one.lowest_bytes for one in known), profiled.budget_for(peak_bytes)),
         curve=curve_of(own, found.tree, fixed_bytes, found.offloads, lasts_s=lasts_s),
-        plain_curve=curve_of(profiled.profile, profiled.solver.plain.tree, fixed_bytes, lasts_s=own.seconds),
+        plain_curve=curve_of(plain.profile, plain.solver.plain.tree, plain.fixed_bytes, lasts_s=plain_s),
         moving_seconds=prediction.moving_s,
+        released_bytes=profiled.released_bytes,
+        waiting_bytes=profiled.waiting_bytes,
+        stepping_seconds=profiled.added_s,
     )
 
 
 def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str) -> Provenance:
     search, stores = profiled.solver, tuple(profiled.options.stores)
+    store = profiled.options.optimizer_store
     return Provenance(
         budget_bytes=size,
         budget=budget,
         device=profiled.device,
         cost=search.cost_unit,
-        parameters=profiled.parameters,
+        parameters=profiled.placed.parameters,
         inputs=input_sizes(found.profile),
         stores=tuple(map(repr, stores)),
         speeds=tuple(store_profile.speed for store_profile in search.store_profiles),
         given_stores=stores,
+        optimizer_store="" if store is None else repr(store),
         ran_out=search.search_budget.ran_out,
         conditions=conditions_by_root(found.profile),
-        planning_seconds=profiled.spent_seconds,
+        planning_seconds=profiled.placed.spent_seconds,
         planning_steps=profiled.subject.runs,
     )
 
@@ -206,8 +234,10 @@ def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes:
         budget: The budget as it was given.
         reserved_bytes: Bytes of the budget that have to stay free.
     """
-    floor, floor_bytes = profiled.solver.floor, profiled.floor_bytes + reserved_bytes
-    shares = shares_that_work(floor_bytes, plain_bytes=profiled.known_plain()[0], before_bytes=profiled.fixed_bytes)
+    floor, floor_bytes = profiled.solver.floor, profiled.lowest_bytes + reserved_bytes
+    shares = shares_that_work(
+        floor_bytes, plain_bytes=profiled.known_plain()[0], before_bytes=profiled.plain_fixed_bytes
+    )
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     optimizer_peak = profiled.optimizer_peak_bytes or 0
     if optimizer_peak > profiled.fixed_bytes + floor.prediction.peak_bytes:

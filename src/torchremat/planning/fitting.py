@@ -9,6 +9,7 @@ from torch import nn
 
 from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced
+from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.peers.peers import peers_of
@@ -16,6 +17,7 @@ from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
 from torchremat.planning.planner import Planner, planner_shown
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import check_request
+from torchremat.planning.profiles.optimizers import state_made
 from torchremat.planning.profiles.tracing import Step
 from torchremat.tensors.sizes import format_bytes
 
@@ -72,18 +74,18 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
     subject = planner.subject  # its writes are known
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
-    before = planner.profile.before
     over = attempt = 0
     while True:
         attempt += 1
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
         plan.apply(model)
         try:
-            risen = max(peers.all(lambda: run_traced(subject, device, before_bytes=0).peak_beyond(before)))
+            with state_made(subject):
+                risen = max(peers.all(lambda own=plan: _risen(run_traced(subject, device, before_bytes=0), own)))
         except BaseException:
             plan.remove(model)
             raise
-        measured = max(planner.fixed_bytes + risen, planner.optimizer_peak_bytes or 0)
+        measured = max(sum(plan.before_bytes.values()) + risen, plan.optimizer_peak_bytes or 0)
         limit = plan.budget_bytes - margin_bytes
         if measured <= limit:
             return Fitted(plan=plan, peak_bytes=measured, limit_bytes=limit)
@@ -95,3 +97,8 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
                 f"{format_bytes(measured)}; the last plan predicted {format_bytes(plan.peak_bytes)}. Give a larger "
                 "budget, or make the step do the same each time."
             )
+
+
+def _risen(traced: StepEvents, plan: Plan) -> int:
+    """Return the peak of a step with the part of the allocator's slack that the plan does not count."""
+    return traced.peak_bytes + max(0, traced.trace.slack_bytes - plan.before_bytes.get("slack", 0))

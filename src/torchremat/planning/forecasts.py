@@ -42,6 +42,9 @@ class Forecast:
         curve: The curve of the predicted step.
         plain_curve: The same without any recompute.
         moving_seconds: Seconds that copies into stores and back add, estimated.
+        released_bytes: Bytes of the gradients that are freed in the backward.
+        waiting_bytes: Bytes of the optimizer's state that waits in a store.
+        stepping_seconds: Seconds that stepping in the backward, and moving the state, add, estimated.
     """
 
     peak_bytes: int
@@ -62,6 +65,9 @@ class Forecast:
     curve: tuple[Point, ...]
     plain_curve: tuple[Point, ...]
     moving_seconds: float = 0.0
+    released_bytes: int = 0
+    waiting_bytes: int = 0
+    stepping_seconds: float = 0.0
 
     @property
     def is_by_optimizer(self) -> bool:
@@ -71,5 +77,5 @@ class Forecast:
     @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over a plain step's."""
-        added_s = self.recompute_seconds + self.moving_seconds
+        added_s = self.recompute_seconds + self.moving_seconds + self.stepping_seconds
         return 1 + added_s / self.plain_seconds if self.plain_seconds else 1.0

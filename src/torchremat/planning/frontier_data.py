@@ -8,6 +8,7 @@ from functools import cached_property
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.planning.staircases import Staircase, knee_of
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.tensors.sizes import format_bytes, format_flops
 
 
@@ -23,6 +24,7 @@ class FrontierPoint:
         recomputed_flops: Flops that are recomputed.
         stored_bytes: Bytes that go to stores in a step, and come back.
         slowdown: Predicted seconds of a step over a plain step's.
+        stepping: How the optimizer steps.
     """
 
     budget_bytes: int
@@ -32,6 +34,7 @@ class FrontierPoint:
     recomputed_flops: int
     stored_bytes: int
     slowdown: float
+    stepping: Stepping = PLAIN_STEPPING
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +105,7 @@ class FrontierData:
             share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
             stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
             mark = "  floor" if point is self.floor else "  knee" if point is knee else ""  # as in the picture
+            mark += f"  {point.stepping}" if point.stepping != PLAIN_STEPPING else ""
             rows.append(
                 f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
                 f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}{mark}"

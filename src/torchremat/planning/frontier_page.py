@@ -44,12 +44,14 @@ def page_of(frontier: FrontierData) -> Page:
 def _table(frontier: FrontierData) -> Table:
     whole = max(1, frontier.shown[0].peak_bytes)
     stores = any(point.stored_bytes for point in frontier.shown)
-    columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *(["stored"] if stores else []))
-    rows = tuple(_row(point, place, whole, stores=stores) for place, point in enumerate(frontier.shown))
+    steps = any(point.stepping != frontier.shown[0].stepping for point in frontier.shown)
+    few = ["stored"] * stores + ["optimizer"] * steps
+    columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *few)
+    rows = tuple(_row(point, place, whole, stores=stores, steps=steps) for place, point in enumerate(frontier.shown))
     return Table(title="Points", columns=columns, rows=rows)
 
 
-def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool) -> TableRow:
+def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool, steps: bool) -> TableRow:
     cells = (
         size_cell(point.budget_bytes),
         TableCell(str(point.budget_bytes), point.budget_bytes),
@@ -58,5 +60,6 @@ def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool) -> Table
         TableCell(f"{point.slowdown:.2f} x", point.slowdown),
         TableCell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
         *([size_cell(point.stored_bytes)] if stores else []),
+        *([TableCell(str(point.stepping))] if steps else []),
     )
     return TableRow(cells=cells, key=str(place))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
-from torchremat.planning.descriptions import plan_of
+from torchremat.planning.descriptions import plan_of, with_optimizer
 from torchremat.planning.frontier_data import FrontierData, FrontierPoint
 from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
-from torchremat.planning.profiled_step import ProfiledStep
+from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.staircases import draw
+from torchremat.planning.stepping import PLAIN_STEPPING
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page
 from torchremat.views.viewed import Viewed
@@ -42,8 +43,8 @@ class Frontier(FrontierData, Viewed):
         ran_out: Whether the search ran out of time, so that better points may be missing.
     """
 
-    _profiled: ProfiledStep = field(repr=False)
-    _candidates: tuple[Candidate, ...] = field(repr=False)  # by point, in the process that plans for all
+    _ways: tuple[ProfiledStep, ...] = field(repr=False)  # the first knows the plain step
+    _solutions: tuple[Solution, ...] = field(repr=False)  # by point, in the process that plans for all
 
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
@@ -62,7 +63,7 @@ class Frontier(FrontierData, Viewed):
             size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
         else:
             relative = relative_of(budget)
-            size = self._profiled.bytes_of(budget) if relative is None else self._bytes_of(relative)
+            size = self._ways[0].bytes_of(budget) if relative is None else self._bytes_of(relative)
             name, place = str(budget), self._cheapest(size)
             if place is None:
                 lowest = self.points[-1]
@@ -71,12 +72,18 @@ class Frontier(FrontierData, Viewed):
                     f"{lowest.budget_bytes} bytes ({format_bytes(lowest.budget_bytes)}), at {lowest.slowdown:.2f} x "
                     "the plain time."
                 )
-        return self._profiled.for_all(lambda: plan_of(self._profiled, self._candidates[place], size, name))
+        first = self._ways[0]
+        return with_optimizer(first.for_all(lambda: self._planned(place, size, name)), first.options)
+
+    def _planned(self, place: int, size: int, name: str) -> Plan:
+        found = self._solutions[place]
+        return plan_of(found.profiled, found.candidate, size, name, beside=self._ways)
 
     def _bytes_of(self, budget: Relative) -> int:
+        first = self._ways[0]
         return budget.bytes(
-            plain_bytes=self.points[0].peak_bytes,
-            before_bytes=self._profiled.fixed_bytes,
+            plain_bytes=self.points[0].peak_bytes if first.stepping == PLAIN_STEPPING else first.known_plain()[0],
+            before_bytes=first.plain_fixed_bytes,
             smallest=lambda: self.points[-1].budget_bytes,
         )
 
@@ -116,26 +123,28 @@ def check_points(points: int) -> None:
         )
 
 
-def frontier_of(profiled: ProfiledStep, points: int) -> Frontier:
-    """Return the frontier of a profiled step; see `frontier`."""
-    candidates: list[Candidate] = []
+def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
+    """Return the frontier of a step that was profiled in some ways of stepping; see `frontier`."""
+    first, solutions = ways[0], list[Solution]()
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
-        candidates.extend(_sought(profiled, points))
-        return tuple(_point(profiled, found) for found in candidates), profiled.solver.search_budget.ran_out
+        every = [Solution(profiled=way, candidate=one) for way in ways for one in _sought(way, points)]
+        solutions.extend(_undominated(every))
+        ran_out = any(way.solver.search_budget.ran_out for way in ways)
+        return tuple(_point(one) for one in solutions), ran_out
 
-    found, ran_out = profiled.for_all(sought)
+    found, ran_out = first.for_all(sought)
     return Frontier(
         points=found,
-        cost=profiled.solver.cost_unit,
-        device=profiled.device,
+        cost=first.solver.cost_unit,
+        device=first.device,
         ran_out=ran_out,
-        _profiled=profiled,
-        _candidates=tuple(candidates),
+        _ways=tuple(ways),
+        _solutions=tuple(solutions),
     )
 
 
-def _sought(profiled: ProfiledStep, points: int) -> tuple[Candidate, ...]:
+def _sought(profiled: ProfiledStep, points: int) -> list[Candidate]:
     search = profiled.solver
     with heap_set_aside(), search.search_budget.running():
         with search.search_budget.part(0.0, _FLOOR_SHARE):
@@ -145,27 +154,29 @@ def _sought(profiled: ProfiledStep, points: int) -> tuple[Candidate, ...]:
             solved = [
                 found for limit in search.search_budget.parts(limits) if (found := search.solve(limit)) is not None
             ]
-    return _undominated(profiled, [*solved, search.floor])
+    return [search.plain, *solved, search.floor]
 
 
-def _undominated(profiled: ProfiledStep, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def _undominated(solutions: Sequence[Solution]) -> list[Solution]:
     # First the plain step, even where a store lowers the peak at no cost.
-    chosen = [profiled.solver.plain]
-    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, profiled.peak_of(one))):
-        if profiled.peak_of(found) < profiled.peak_of(chosen[-1]):
+    chosen = [solutions[0]]
+    for found in sorted(solutions, key=lambda one: (one.cost, one.slowdown, one.peak_bytes)):
+        if found.peak_bytes < chosen[-1].peak_bytes:
             chosen.append(found)
-    return tuple(chosen)
+    return chosen
 
 
-def _point(profiled: ProfiledStep, found: Candidate) -> FrontierPoint:
-    peak_bytes, prediction = profiled.peak_of(found), found.prediction
-    recomputes = found is not profiled.solver.plain
+def _point(solution: Solution) -> FrontierPoint:
+    profiled, found = solution.profiled, solution.candidate
+    peak_bytes, prediction = solution.peak_bytes, found.prediction
+    is_plain = found is profiled.solver.plain
     return FrontierPoint(
-        budget_bytes=profiled.budget_for(peak_bytes) if recomputes else peak_bytes,
+        budget_bytes=peak_bytes if is_plain else profiled.budget_for(peak_bytes),
         peak_bytes=peak_bytes,
         step_bytes=prediction.peak_bytes,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
         stored_bytes=sum(load.planned.stored_bytes for load in found.offloads.values()),
-        slowdown=found.slowdown,
+        slowdown=solution.slowdown,
+        stepping=profiled.stepping,
     )

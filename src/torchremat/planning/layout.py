@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,19 @@ from torchremat.measuring.modules import visible_modules
 from torchremat.planning.checks import Checks, PlannedScope, is_part_of
 from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.profiles.units import Units
+from torchremat.planning.stepping import (
+    PLAIN_STEPPING,
+    Stepping,
+    SteppingHandles,
+    belongs_to,
+    removed_with,
+    stepping_plainly,
+)
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger
 from torchremat.regions.patches import (
+    ForwardOwner,
     called_attribute,
     can_be_wrapped,
     check_uncovered,
@@ -122,13 +131,18 @@ class HeldOperators:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Application:
+class Application(ForwardOwner):
     """The part of a plan that is put on a model; it identifies the plan there, on copies, and by equal plans."""
 
     calls: Calls
     tree: Tree
     held: tuple[HeldOperators, ...]
     transfers: Mapping[int, Transfer]
+    stepping: Stepping = PLAIN_STEPPING
+
+    def leave(self, module: nn.Module) -> None:
+        """Let the optimizer step as before, if it steps in a way for this module."""
+        removed_with(module)
 
 
 def choices_of(
@@ -202,13 +216,17 @@ def install(
     slowdown: float | None = None,
     unmet: Mapping[str, str] | None = None,
     checks: Checks | None = None,
+    stepping: Stepping = PLAIN_STEPPING,
+    handles: Callable[[], SteppingHandles] | None = None,
 ) -> Application:
     """Make the calls of a model regions by a tree, and return the application; on an error nothing changes.
+
+    `handles` lets the optimizer step in the way `stepping`; this ends when the application is taken off.
 
     Calls of `unmet` modules, by name with the root of each, are reported, and are separate regions.
     """
     held, transfers = tuple(held), {} if offload_schedule is None else dict(offload_schedule.transfers)
-    applied = Application(calls=calls, tree=tree, held=held, transfers=transfers)
+    applied = Application(calls=calls, tree=tree, held=held, transfers=transfers, stepping=stepping)
     choices = choices_of(
         calls, tree, settings, held, frozenset() if offload_schedule is None else offload_schedule.stops
     )
@@ -242,6 +260,10 @@ def install(
             )
             set_forward(module, name, own, scope, called_attribute(module), applied)
             done.append(module)
+        if handles is not None:
+            # With the first one: if it cannot end yet, nothing has been taken off.
+            first = {*map(id, done)}
+            belongs_to(next(one for one in model.modules() if id(one) in first), handles())
     except BaseException:
         for module in done:
             restore_forward(module)
@@ -261,12 +283,19 @@ def check_bare(model: nn.Module) -> None:
 
 @contextmanager
 def bare(model: nn.Module) -> Generator[None]:
-    """Take the forwards that were put on a model off for a block.
+    """Take the forwards that were put on a model off for a block, and let the optimizer of a plan step plainly.
 
     Raises:
         WrapError: Another library has wrapped one of them since, and would go on calling it.
+        UnsupportedError: See `SteppingHandles.remove`.
     """
     check_uncovered(model)
+    with stepping_plainly(model.modules()), _bare_forwards(model):
+        yield
+
+
+@contextmanager
+def _bare_forwards(model: nn.Module) -> Generator[None]:
     aside = [(module, *found) for module in model.modules() if (found := wrapped_forward(module)) is not None]
     for module, attribute, forward in aside:
         del module.__dict__[attribute]

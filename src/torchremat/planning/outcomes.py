@@ -21,6 +21,7 @@ from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
+from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
 
 # The results of a step by name, each a copy in host memory.
@@ -47,15 +48,21 @@ class StepComparison:
 
 def outcome_of(subject: Subject) -> Outcome:
     """Run the step and return its results: the loss, the gradients of all leaves, the buffers."""
-    with subject.untouched(looks=True):
+    released: dict[int, Tensor] = {}
+
+    def note(parameter: Tensor, gradient: Tensor) -> None:
+        released[id(parameter)] = _copied(gradient)
+
+    with subject.untouched(looks=True), noting_gradients(note):
         loss = subject.forward()
         run_backward(loss)
         outcome = {"the loss": loss.detach().clone()}
         names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
-            if leaf.grad is not None:
-                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = _copied(leaf.grad)
+            gradient = released.get(id(leaf)) if leaf.grad is None else _copied(leaf.grad)
+            if gradient is not None:
+                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = gradient
         for model in subject.models:
             for name, gradient in unreduced_gradients(model.modules()).items():
                 outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)

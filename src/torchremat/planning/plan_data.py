@@ -14,6 +14,7 @@ from torchremat.planning.forecasts import Forecast
 from torchremat.planning.layout import Calls, HeldOperators
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.offload_choices import Speed, StoredUnit
+from torchremat.planning.stepping import PLAIN_STEPPING, GivenOptimizer, Stepping
 from torchremat.regions.offload_schedule import Transfer
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store
@@ -57,6 +58,9 @@ class Provenance:
         stores: Descriptions of the given stores.
         speeds: The speed of each store when the plan was made, the source of `moving_seconds`.
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
+        optimizer_store: A description of the store that was given for the optimizer's state; "" without one.
+        given_optimizer_store: That store itself, for `apply`; a plan that was loaded has none.
+        given_optimizer: The optimizer, for `apply`, if it is alive; a plan that was loaded or copied has none.
         ran_out: Whether the search ran out of time, so that a better plan may exist.
         conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
             warning in the first step.
@@ -73,6 +77,11 @@ class Provenance:
     stores: tuple[str, ...] = ()
     speeds: tuple[Speed, ...] = ()
     given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
+    optimizer_store: str = ""
+    given_optimizer_store: Store | None = field(default=None, compare=False, repr=False, metadata={"written": False})
+    given_optimizer: GivenOptimizer = field(
+        default_factory=GivenOptimizer, compare=False, repr=False, metadata={"written": False}
+    )
     ran_out: bool = field(default=False, compare=False)
     conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
     planning_seconds: float = field(default=0.0, compare=False)
@@ -81,7 +90,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a plan does with each unit.
+    """What a plan does with each unit, and with the optimizer's step.
 
     Attributes:
         tree: The choice.
@@ -90,6 +99,7 @@ class Choice:
         held: The operators whose outputs units kept in part hold; the tree names an option for these units.
         stored: The kept units whose saved tensors wait in a store.
         unlike: Modules that are not recomputed as a whole since that would not repeat their forward, with the reasons.
+        stepping: How the optimizer steps: whether its gradients are released, and whether its state is stored.
     """
 
     tree: Tree
@@ -98,6 +108,7 @@ class Choice:
     held: tuple[HeldOperators, ...] = ()
     stored: tuple[StoredUnit, ...] = ()
     unlike: dict[str, str] = field(default_factory=dict[str, str])
+    stepping: Stepping = PLAIN_STEPPING
 
     @property
     def held_by_unit(self) -> dict[int, HeldOperators]:

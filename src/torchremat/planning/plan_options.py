@@ -15,7 +15,8 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.planning.devices.device import Device
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
-from torchremat.planning.store_profiles.sizes import check_stores
+from torchremat.planning.stepping import Stepping, ways_of_stepping
+from torchremat.planning.store_profiles.sizes import check_optimizer_store, check_stores
 from torchremat.tensors.handles import Store
 
 P = ParamSpec("P")
@@ -35,6 +36,12 @@ class PlanOptions:
         stores: Stores where saved tensors may wait instead of being recomputed, if that is faster; the speed of each is
             measured. Without any, nothing is stored.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
+        release_gradients: Whether each parameter of `optimizer` makes its step in the backward, when its gradient is
+            complete, and the gradient is freed: True, or `"auto"` if the plan may choose it, where it is faster than
+            other ways to fit the budget. See `torchremat.release_gradients`, whose rules are those of the training loop
+            then.
+        optimizer_store: A store where the state of `optimizer` may wait, if that is faster than other ways to fit the
+            budget. See `torchremat.offload_optimizer`.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
             and batch may be real, on the meta device, or fakes.
         progress: Called with the progress of planning; an exception that it raises ends planning. If not given, `plan`,
@@ -42,8 +49,9 @@ class PlanOptions:
             `progress_bar` of `torchremat.reports.bars` makes an observer that shows a bar.
 
     Raises:
-        UnsupportedError: `cost`, `operators`, `allow_lossy` or `progress` is not valid; one of the stores is no store,
-            or is lossy and that is not allowed; or there are stores with `on="meta"`.
+        UnsupportedError: `cost`, `operators`, `allow_lossy`, `release_gradients` or `progress` is not valid; one of the
+            stores is no store, or is lossy and that is not allowed; or there are stores or `release_gradients` with
+            `on="meta"`.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -52,6 +60,8 @@ class PlanOptions:
     operators: bool = True
     stores: Sequence[Store] = ()
     allow_lossy: bool = False
+    release_gradients: bool | Literal["auto"] = False
+    optimizer_store: Store | None = None
     on: Literal["meta"] | None = None
     progress: Callable[[Progress], None] | Literal[False] | None = None
 
@@ -60,11 +70,28 @@ class PlanOptions:
         check_flags(operators=self.operators, allow_lossy=self.allow_lossy)
         checked(self.progress)
         object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
+        if self.release_gradients not in (True, False, "auto") or type(self.release_gradients) is int:
+            raise UnsupportedError(
+                f'release_gradients={self.release_gradients!r}: allowed are True, False and "auto", with which the '
+                "plan may choose it."
+            )
+        if self.optimizer_store is not None:
+            check_optimizer_store(self.optimizer_store)
         if self.stores and self.on is not None:
             raise UnsupportedError(
                 "stores are chosen by their speed, which has to be measured on the device: leave out stores or "
                 f"on={self.on!r}."
             )
+        if (self.release_gradients or self.optimizer_store is not None) and self.on is not None:
+            raise UnsupportedError(
+                "release_gradients= and optimizer_store=: parts of the optimizer's step run in the backward to be "
+                f"measured, and need data. Leave them out, or on={self.on!r}."
+            )
+
+    @property
+    def ways_of_stepping(self) -> tuple[Stepping, ...]:
+        """The ways in which the optimizer may step, in the order of the seconds that they add."""
+        return ways_of_stepping(releases=self.release_gradients, stores=self.optimizer_store is not None)
 
     @property
     def keywords(self) -> PlanKeywords:
@@ -84,7 +111,14 @@ class SearchKeywords(TypedDict, total=False):
     operators: bool
 
 
-class StepKeywords(SearchKeywords, total=False):
+class TrainingKeywords(SearchKeywords, total=False):
+    """Also options of the optimizer's step."""
+
+    release_gradients: bool | Literal["auto"]
+    optimizer_store: Store | None
+
+
+class StepKeywords(TrainingKeywords, total=False):
     """Also options of a step."""
 
     optimizer: torch.optim.Optimizer | None

@@ -15,15 +15,18 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
 from torchremat.planning.budgets import Relative, margin_of, relative_of
-from torchremat.planning.descriptions import nothing_fits, plan_of
+from torchremat.planning.descriptions import nothing_fits, plan_of, with_optimizer
 from torchremat.planning.devices.calibration import device_here
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.frontiers import POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
+from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
 from torchremat.planning.plans import Plan
-from torchremat.planning.profiled_step import ROOM_BYTES, SOLVING_SHARE, ProfiledStep
+from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.searches.storing import LEAST_GAIN
+from torchremat.planning.stepping import Stepping
 
 
 class Planner(ProfiledStep):
@@ -49,7 +52,9 @@ class Planner(ProfiledStep):
     @without_our_frames
     @takes(PlanKeywords)
     def __init__(self, model: nn.Module, step: Step, **options: Unpack[PlanKeywords]) -> None:
-        super().__init__(model, step, PlanOptions(**options))
+        placed = PlacedStep(model, step, PlanOptions(**options))
+        super().__init__(placed, placed.options.ways_of_stepping[0])
+        self._others: dict[Stepping, ProfiledStep] = {}
 
     def save_device(self, path: str | Path) -> None:
         """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
@@ -83,40 +88,80 @@ class Planner(ProfiledStep):
         Raises:
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
-        self.begin()
+        self.placed.begin()
         relative, margin_bytes = relative_of(budget), margin_of(margin)
         if relative is not None:
             self.plain_peak()
-        return self.for_all(lambda: self._planned(budget, relative, margin_bytes, tighten_bytes))
+        made = self.for_all(lambda: self._planned(budget, relative, margin_bytes, tighten_bytes))
+        return with_optimizer(made, self.options)
 
     def _planned(self, budget: int | str, relative: Relative | None, margin_bytes: int, tighten_bytes: int) -> Plan:
-        size = (
-            self.bytes_of(budget)
-            if relative is None
-            else self.bytes_of_relative(relative, margin_bytes + tighten_bytes)
-        )
-        target = size - margin_bytes - tighten_bytes
-        optimizer_peak = self.optimizer_peak_bytes or 0
-        if self.peak_of(self.solver.plain) > target:
-            target -= ROOM_BYTES
-        search_budget = self.solver.search_budget
+        reserved_bytes = margin_bytes + tighten_bytes
+        size = self.bytes_of(budget) if relative is None else self._bytes_of_relative(relative, reserved_bytes)
+        found = self._cheapest(size - reserved_bytes)
+        known = (self, *self._others.values())
         with heap_set_aside():
-            with search_budget.running():
-                with search_budget.part(0.0, SOLVING_SHARE):
-                    found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
-                with search_budget.part(SOLVING_SHARE, 1.0):
-                    _ = self.solver.floor  # which the plan and the error report
             if found is None:
-                reserved_bytes = margin_bytes + tighten_bytes
-                raise BudgetError(nothing_fits(self, size, str(budget), reserved_bytes))
-            return plan_of(self, found, size, str(budget), margin_bytes=margin_bytes)
+                lowest = min(known, key=lambda one: one.lowest_bytes)
+                raise BudgetError(nothing_fits(lowest, size, str(budget), reserved_bytes))
+            return plan_of(found.profiled, found.candidate, size, str(budget), margin_bytes=margin_bytes, beside=known)
+
+    def _cheapest(self, limit_bytes: int) -> Solution | None:
+        """Return the cheapest tree in any way of stepping that fits; a way is profiled once it may be the cheapest."""
+        best: Solution | None = None
+        for way in self.options.ways_of_stepping:
+            if best is not None and not self._may_be_cheaper(way, best):
+                break
+            found = self._in(way).best(limit_bytes)
+            if found is not None and (best is None or found.cost + self._least_gain < best.cost):
+                best = found
+        return best
+
+    def _may_be_cheaper(self, way: Stepping, best: Solution) -> bool:
+        if self.solver.cost_unit != "seconds":
+            return best.cost > 0
+        if best.cost <= self._least_gain:
+            return False  # the seconds of ways need not be known
+        backward_s = self.profile.seconds - self.profile.forward_seconds
+        return self.placed.stepping_seconds.added_s(way, backward_s) + self._least_gain < best.cost
+
+    @property
+    def _least_gain(self) -> float:
+        return LEAST_GAIN * self.profile.seconds if self.solver.cost_unit == "seconds" else 0.0
+
+    def _in(self, way: Stepping) -> ProfiledStep:
+        """Return the profile in a way of stepping."""
+        if way == self.stepping:
+            return self
+        if way not in self._others:
+            self._others[way] = ProfiledStep(self.placed, way, self)
+        return self._others[way]
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
+        return min(self._in(way).lowest_bytes for way in self.options.ways_of_stepping)
+
+    def _bytes_of_relative(self, budget: Relative, reserved_bytes: int) -> int:
+        """Return a relative budget in bytes; reserved bytes come on top of the smallest."""
+
+        def smallest() -> int:
+            found: list[int] = []
+            for way in self.options.ways_of_stepping:
+                profiled = self._in(way)
+                with heap_set_aside(), profiled.solver.search_budget.running(1 - SOLVING_SHARE):
+                    found.append(profiled.lowest_bytes)
+            return min(found) + reserved_bytes
+
+        plain_bytes, _ = self.known_plain()
+        return budget.bytes(plain_bytes=plain_bytes, before_bytes=self.plain_fixed_bytes, smallest=smallest)
 
     @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return peak and time of a step under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
-        self.begin()
-        return frontier_of(self, points)
+        self.placed.begin()
+        return frontier_of([self._in(way) for way in self.options.ways_of_stepping], points)
 
 
 @contextmanager

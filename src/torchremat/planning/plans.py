@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from torchremat.errors import PlanError, check_flags
@@ -17,7 +19,8 @@ from torchremat.planning.layout import Application, check_bare, install, modules
 from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, steps_of
 from torchremat.planning.printing import text_of
-from torchremat.planning.store_profiles.sizes import check_stores
+from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, optimizer_for
+from torchremat.planning.store_profiles.sizes import check_optimizer_store, check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import DEEPEST, depth
@@ -36,21 +39,36 @@ class Plan(PlanData, ViewedOverTime):
     before the step.
     """
 
-    def apply(self, model: nn.Module, *, stores: Sequence[Store] = (), allow_lossy: bool = False) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        stores: Sequence[Store] = (),
+        allow_lossy: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        optimizer_store: Store | None = None,
+    ) -> None:
         """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
+
+        If the plan releases gradients, or stores the optimizer's state, the optimizer steps in this way from now on.
 
         Args:
             model: The model.
             stores: The stores to use, in the order in which they were given to `plan`. By default the stores that the
                 plan was made with; a loaded plan has lost them.
             allow_lossy: Whether these may be lossy.
+            optimizer: The optimizer that trains the model. By default the one that the plan was made with; a loaded
+                plan has lost it. A plan that leaves its step alone needs none.
+            optimizer_store: The store for its state. By default the one that the plan was made with.
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not the ones, or it was made without stores, or its regions nest too
-                deeply to run.
+                deeply to run, or it needs an optimizer and has none.
+            StepError: The optimizer has none of the model's parameters.
+            StoreError: The state does not go into the store.
             UnsupportedError: One of the stores is no store, or is lossy and that is not allowed; or `allow_lossy` is
-                neither True nor False.
+                neither True nor False; or the optimizer's gradients are released already, or see `release_gradients`.
         """
         check_flags(allow_lossy=allow_lossy)
         given = check_stores(stores, allow_lossy=allow_lossy)
@@ -63,6 +81,7 @@ class Plan(PlanData, ViewedOverTime):
             )
         self._check_count(given)
         offload_schedule = self._offload_schedule(given or self.given_stores)
+        handles = self._handles(model, optimizer, optimizer_store)
         install(
             model,
             self.calls,
@@ -77,7 +96,31 @@ class Plan(PlanData, ViewedOverTime):
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
             checks=checks_on(model, self._counted),
+            stepping=self.stepping,
+            handles=handles,
         )
+
+    def _handles(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, store: Store | None
+    ) -> Callable[[], SteppingHandles] | None:
+        """Return what lets the optimizer step in the way of the plan; None if it steps plainly."""
+        if store is not None:
+            check_optimizer_store(store)
+            if not self.optimizer_store:
+                raise PlanError(
+                    "the plan was made without a store for the optimizer's state, so the one given here would hold "
+                    "nothing. Leave `optimizer_store` out, or pass it when you plan."
+                )
+        if self.stepping == PLAIN_STEPPING:
+            return None
+        trains = optimizer_for(model, self.stepping, optimizer or self.given_optimizer.get())
+        place = store or self.given_optimizer_store
+        if self.stepping.stores and place is None:
+            raise PlanError(
+                f"the plan puts the optimizer's state into a store, and was made with {self.optimizer_store}; none is "
+                "given. Call `apply(model, optimizer=..., optimizer_store=...)` with a store like it."
+            )
+        return partial(SteppingHandles, model, trains, self.stepping, place)
 
     @property
     def _counted(self) -> CountedBytes:
@@ -122,6 +165,8 @@ class Plan(PlanData, ViewedOverTime):
 
         Raises:
             PlanError: The plan is not on the model, or was made for another one.
+            StoreError: The optimizer's state cannot be brought back.
+            UnsupportedError: A backward has released gradients, and `optimizer.step()` did not follow.
         """
         if not isinstance(model, nn.Module) or not self.is_on(model):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.check(model)
@@ -137,7 +182,9 @@ class Plan(PlanData, ViewedOverTime):
 
     @property
     def _application(self) -> Application:
-        return Application(calls=self.calls, tree=self.tree, held=self.held, transfers=self.transfers)
+        return Application(
+            calls=self.calls, tree=self.tree, held=self.held, transfers=self.transfers, stepping=self.stepping
+        )
 
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""

@@ -47,6 +47,7 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
         note = f"of {len(plan.stored)} units in {names}, {1e3 * plan.moving_seconds:.1f} ms added"
         rows.append(("stored", format_bytes(plan.stored_bytes), note))
         rows += [("speed", f"{plan.stores[place]}:", str(plan.speeds[place])) for place in places if plan.speeds]
+    rows += stepping_rows(plan)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.before_bytes.items() if size)
     there = f"live before a step: {parts}"
     rows.append(("before", format_bytes(sum(plan.before_bytes.values())), there))
@@ -59,6 +60,22 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
         )
     if plan.planning_steps:
         rows.append(("planning", f"{plan.planning_seconds:.1f} s", f"and {plan.planning_steps} runs of the step"))
+    return rows
+
+
+def stepping_rows(plan: PlanData) -> list[tuple[str, str, str]]:
+    """Return what is released, and what waits where; nothing for a plan whose optimizer steps plainly."""
+    rows: list[tuple[str, str, str]] = []
+    added = f"{1e3 * plan.stepping_seconds:.1f} ms added"
+    if plan.stepping.releases:
+        note = "of gradients: each parameter steps in the backward"
+        rows.append(
+            ("released", format_bytes(plan.released_bytes), note if plan.stepping.stores else f"{note}, {added}")
+        )
+    if plan.stepping.stores:
+        rows.append(
+            ("waiting", format_bytes(plan.waiting_bytes), f"of optimizer state in {plan.optimizer_store}, {added}")
+        )
     return rows
 
 

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
+from weakref import ref
 
 from torch import nn
 
-from torchremat.errors import DeviceWarning, UnsupportedError, warn
+from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen, plain_step
-from torchremat.planning.budgets import Relative, bytes_of, check_budget
+from torchremat.planning.budgets import bytes_of, check_budget
 from torchremat.planning.devices.device import device_of
-from torchremat.planning.devices.fakes import placed, torch_device
+from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.forecasts import PlainSource
 from torchremat.planning.layout import bare
 from torchremat.planning.peers.agreement import profiled_together
-from torchremat.planning.peers.peers import peers_of
+from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanOptions
+from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.planning.store_profiles.sizes import weighed
+from torchremat.tensors.parts import parts_of
 
 T = TypeVar("T")
 
@@ -41,53 +46,42 @@ SOLVING_SHARE = 0.75
 
 
 class ProfiledStep:
-    """A step that was profiled, with the search over it: the figures that plans and frontiers are made from.
+    """A step that was profiled in one way of stepping, with the search over it: the figures of plans and frontiers.
 
     Args:
-        model: The model.
-        step: See `Planner`.
-        options: The options.
+        placed: The step where it runs.
+        stepping: The way.
+        reference: The profile in the first way, which knows the plain step; None if this is the first.
 
     Attributes:
-        model: The model.
-        options: The options.
+        placed: The step where it runs.
+        stepping: The way in which the optimizer steps.
         profile: See `Planner`.
         solver: See `Planner`.
         subject: See `Planner`.
-        parameters: Shapes of the parameters, by name.
+        model: The model.
+        options: The options.
     """
 
-    def __init__(self, model: nn.Module, step: Step, options: PlanOptions) -> None:
-        self._began_s, self._profiled_s = time.perf_counter(), 0.0
-        self.model, self.options = model, options
-        search_budget = SearchBudget(observer=options.progress or None)
-        self._machine, profiled, self.subject = placed(model, step, options.optimizer, options.device, options.on)
-        self._peers = peers_of(model)
-        if options.stores and self._peers.are_several:
-            raise UnsupportedError(
-                "stores are measured by each process for itself, and processes that train one model need one plan: "
-                "leave out stores."
-            )
+    def __init__(
+        self, placed: PlacedStep, stepping: Stepping = PLAIN_STEPPING, reference: ProfiledStep | None = None
+    ) -> None:
+        self.placed, self.stepping = placed, stepping
+        self.model, self.options, self.subject = placed.model, placed.options, placed.subject
+        self._machine, self._peers = placed.machine, placed.peers
+        self._reference = None if reference is None else ref(reference)  # which has this
+        search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
-        agreed = profiled_together(self._peers, profiled, self.subject, self._machine)
-        pair, self._leader = agreed.pair, agreed.largest
+        with placed.profiling(), placed.stepping(stepping):
+            agreed = profiled_together(self._peers, placed.profiled, self.subject, self._machine, placed.repeats)
+            pair, self._leader = agreed.pair, agreed.largest
+            store_profiles = weighed(self.model, self.subject, pair, self.options.stores)
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = pair.blocks
-        store_profiles = weighed(model, self.subject, pair, options.stores)
-        self.solver = Search(pair, options, store_profiles, search_budget=search_budget)
-        self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        with placed.profiling():
+            self.solver = Search(pair, self.options, store_profiles, search_budget=search_budget)
         self._plain: tuple[int, PlainSource] | None = None
-        self._profiled_s = self.spent_seconds
-
-    def begin(self) -> None:
-        """Count the seconds of another plan from now on."""
-        self._began_s = time.perf_counter()
-
-    @property
-    def spent_seconds(self) -> float:
-        """Seconds spent on making the planner, and on the current plan so far."""
-        return self._profiled_s + time.perf_counter() - self._began_s
 
     @property
     def fixed_bytes(self) -> int:
@@ -106,8 +100,8 @@ class ProfiledStep:
         return max(self.fixed_bytes + candidate.prediction.peak_bytes, self.optimizer_peak_bytes or 0)
 
     @property
-    def floor_bytes(self) -> int:
-        """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
+    def lowest_bytes(self) -> int:
+        """The smallest budget for which a plan exists in this way, with a little room for errors of the prediction."""
         lowest_bytes = self.peak_of(self.solver.floor)
         is_plain = self.peak_of(self.solver.plain) <= lowest_bytes  # which needs no room
         return lowest_bytes if is_plain else self.budget_for(lowest_bytes)
@@ -116,24 +110,89 @@ class ProfiledStep:
         """Return the smallest budget for which a plan with a predicted peak is made."""
         return peak_bytes + ROOM_BYTES
 
+    def best(self, limit_bytes: int) -> Solution | None:
+        """Return the cheapest tree found under which a step stays within a limit, in absolute bytes, if any does."""
+        if self.peak_of(self.solver.plain) > limit_bytes:
+            limit_bytes -= ROOM_BYTES
+        search_budget = self.solver.search_budget
+        with heap_set_aside(), search_budget.running():
+            with search_budget.part(0.0, SOLVING_SHARE):
+                fits = limit_bytes >= (self.optimizer_peak_bytes or 0)
+                found = self.solver.solve(limit_bytes - self.fixed_bytes) if fits else None
+            with search_budget.part(SOLVING_SHARE, 1.0):
+                _ = self.solver.floor  # which the plan and the error report
+        return None if found is None else Solution(profiled=self, candidate=found)
+
+    @cached_property
+    def added_s(self) -> float:
+        """Seconds that the way of stepping adds to a step."""
+        if self.stepping == PLAIN_STEPPING:
+            return 0.0
+        return self.placed.stepping_seconds.added_s(self.stepping, self.profile.seconds - self.profile.forward_seconds)
+
+    # ---------------------------------------------------------------------------------------------- the plain step
+
+    @cached_property
+    def released_bytes(self) -> int:
+        """Bytes of the gradients that a plain step has in memory, and a step in this way has not."""
+        device, given = self.profile.device, self.options.optimizer
+        if given is None or not self.stepping.releases:
+            return 0
+        leaves = (one for one in parameters_of([given]) if one.requires_grad)
+        parts = (part for one in leaves for part in parts_of(one))
+        return sum(part.nbytes for part in parts if part.device.type == device.type)
+
+    @cached_property
+    def waiting_bytes(self) -> int:
+        """Bytes of the optimizer's state that wait in the store in this way."""
+        if not self.stepping.stores:
+            return 0
+        return max(0, self.placed.stepping_seconds.state_bytes - self.profile.before.optimizer_bytes)
+
+    @property
+    def plain_fixed_bytes(self) -> int:
+        """Live bytes before a plain step."""
+        first = self.plain_profile
+        return first.fixed_bytes + first.released_bytes
+
+    @cached_property
+    def _plain_optimizer_peak_bytes(self) -> int:
+        given = self.options.optimizer
+        if given is None or self.stepping == PLAIN_STEPPING:
+            return self.optimizer_peak_bytes or 0
+        try:
+            found = measure_optimizer(self.subject, given, self._machine)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0
+        return self.plain_fixed_bytes - found.state_bytes + found.peak_bytes
+
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
+        if self.plain_profile is not self:
+            return self.plain_profile.plain_peak()
         if self._plain is None:
             self.solver.search_budget.tell("profiling", None)
             risen = self._measured_plain()
             if risen is None:
-                self._plain = self.peak_of(self.solver.plain), "predicted"
+                self._plain = self._predicted_plain, "predicted"
             else:
-                self._plain = max(self.fixed_bytes + risen, self.optimizer_peak_bytes or 0), "measured"
+                self._plain = max(self.plain_fixed_bytes + risen, self._plain_optimizer_peak_bytes), "measured"
         return self._plain
 
+    @property
+    def _predicted_plain(self) -> int:
+        rises_bytes = self.solver.plain.prediction.peak_bytes
+        return max(self.plain_fixed_bytes + rises_bytes, self._plain_optimizer_peak_bytes)
+
     def _measured_plain(self) -> int | None:
-        needed_bytes = self.solver.plain.prediction.peak_bytes
+        needed_bytes = self.solver.plain.prediction.peak_bytes + self.released_bytes
         if not self._machine.is_here or not self._peers.everywhere(lambda: has_room(self._machine, needed_bytes)):
             return None
         device = self.profile.device
         try:
-            with bare(self.model):
+            with bare(self.model), state_made(self.subject):
                 before = self.profile.before
                 return max(
                     self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before))
@@ -142,6 +201,18 @@ class ProfiledStep:
             if not is_out_of_memory(error):
                 raise
             return None
+
+    def known_plain(self) -> tuple[int, PlainSource]:
+        """Return the peak of a plain training step, predicted if it was not measured yet."""
+        if self.plain_profile is not self:
+            return self.plain_profile.known_plain()
+        return self._plain or (self._predicted_plain, "predicted")
+
+    @property
+    def plain_profile(self) -> ProfiledStep:
+        """The profile that shows the plain step: the one in the first way."""
+        first = None if self._reference is None else self._reference()
+        return first or self
 
     def for_all(self, made: Callable[[], T]) -> T:
         """Return in each process that trains the model the result made by the process with the largest step."""
@@ -154,16 +225,6 @@ class ProfiledStep:
         """The device whose bytes count, by name."""
         return self._machine.name
 
-    def bytes_of_relative(self, budget: Relative, reserved_bytes: int = 0) -> int:
-        """Return a relative budget in bytes; reserved bytes come on top of the smallest."""
-
-        def smallest() -> int:
-            with heap_set_aside(), self.solver.search_budget.running(1 - SOLVING_SHARE):
-                return self.floor_bytes + reserved_bytes
-
-        plain_bytes, _ = self.known_plain()
-        return budget.bytes(plain_bytes=plain_bytes, before_bytes=self.fixed_bytes, smallest=smallest)
-
     def bytes_of(self, budget: int | str) -> int:
         """Return an absolute budget in bytes.
 
@@ -172,14 +233,10 @@ class ProfiledStep:
         """
         return bytes_of(budget, self.device, self._machine.capacity_bytes())
 
-    def known_plain(self) -> tuple[int, PlainSource]:
-        """Return the peak of a plain training step, predicted if it was not measured yet."""
-        return self._plain or (self.peak_of(self.solver.plain), "predicted")
-
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
-        """The operators of a plain step, which certificates are made from."""
-        with bare(self.model):
+        """The operators of a step without any recompute, which certificates are made from."""
+        with bare(self.model), self.placed.stepping(self.stepping):
             return plain_step(
                 self.subject,
                 self._machine,
@@ -188,6 +245,37 @@ class ProfiledStep:
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
                 peers=self._peers,
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solution:
+    """A tree, in the way of stepping that it was found for."""
+
+    profiled: ProfiledStep
+    candidate: Candidate
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of a training step, in absolute bytes."""
+        return self.profiled.peak_of(self.candidate)
+
+    @property
+    def cost(self) -> float:
+        """The cost of the tree and of the way, in the unit of the planner's cost."""
+        own = self.profiled
+        return self.candidate.cost + (own.added_s if own.solver.cost_unit == "seconds" else 0.0)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over those of a plain one."""
+        made, plain_s = self.candidate.prediction, self.plain_seconds
+        return 1 + (made.seconds + made.moving_s + self.profiled.added_s) / plain_s if plain_s else 1.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain step: in each way the same, so that ways can be compared."""
+        first = self.profiled.plain_profile
+        return self.candidate.profile.seconds if first is self.profiled else first.profile.seconds
 
 
 def check_request(model: nn.Module, step: Step, options: PlanOptions, budget: int | str, *, margin: int | str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -15,6 +16,8 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.optimizing.partial_steps import steps_in_parts
+from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
@@ -24,6 +27,7 @@ from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report
 from torchremat.planning.searches.search_budget import Observer, Progress, checked
+from torchremat.planning.stepping import handles_on
 from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
@@ -61,10 +65,22 @@ def verify(
     """
     with shown(checked(progress) if progress else progress) as observer:
         peers, steps = peers_of(model), _Steps(observer or None)
-        ran = peers.each(lambda: _run_both(model, step, optimizer, device, steps))
-        # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
-        is_unclear = any(peers.all(lambda: bool(ran.differences)))
-        return _agreed(peers.all(lambda: ran.report(model, steps, is_unclear=is_unclear)))
+        subject = subject_of(step, model, optimizer, needs_model=True)
+        with _state_made(model, optimizer):
+            ran = peers.each(lambda: _run_both(model, subject, device, steps))
+            # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
+            is_unclear = any(peers.all(lambda: bool(ran.differences)))
+            return _agreed(peers.all(lambda: ran.report(model, steps, is_unclear=is_unclear)))
+
+
+@contextmanager
+def _state_made(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Generator[None]:
+    """Let the optimizers that step in parts have their state in a block."""
+    stepped = (optimizer, *(handles.optimizer() for handles in handles_on(model.modules())))
+    with ExitStack() as stack:
+        for parts in {own for one in stepped if one is not None and (own := steps_in_parts(one)) is not None}:
+            stack.enter_context(parts.state_made())
+        yield
 
 
 def _agreed(told: list[Report]) -> Report:
@@ -125,15 +141,8 @@ class _Steps:
             self._observer(Progress(phase="verifying", share=min(1.0, self.count / _STEPS), slowdown=None))
 
 
-def _run_both(
-    model: nn.Module,
-    step: Step,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device | str | None,
-    steps: _Steps,
-) -> _BothRun:
-    subject = subject_of(step, model, optimizer, needs_model=True)
-    place = subject.device(device)
+def _run_both(model: nn.Module, subject: Subject, device: torch.device | str | None, steps: _Steps) -> _BothRun:
+    optimizer, place = subject.optimizer, subject.device(device)
     accelerator_of(place).warm(place)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
@@ -235,11 +244,17 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
 def _seconds(
     subject: Subject, model: nn.Module, device: torch.device, steps: _Steps, *, plain_fits: bool
 ) -> tuple[float, float | None]:
-    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn."""
+    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn.
+
+    Only forward and backward count, as parts of the optimizer's step are undone here.
+    """
+    now = accelerator_of(device).seconds
     ours: list[float] = []
     plain: list[float] = []
     for _ in range(_TIMED_RUNS):
-        ours.append(run_plain(subject, device).seconds)
+        with marking_rehearsals(lambda _: now(device)) as marks:
+            seconds = run_plain(subject, device).seconds
+        ours.append(seconds - sum(marks[1::2]) + sum(marks[::2]))
         steps.ran()
         if plain_fits:
             with bare(model):

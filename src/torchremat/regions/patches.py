@@ -175,11 +175,20 @@ def _calls_otherwise(module: nn.Module) -> bool:
     return type(module).__call__ is not nn.Module.__call__
 
 
+class ForwardOwner:
+    """What has put forwards on modules, if it has to know that one is taken off."""
+
+    def leave(self, module: nn.Module) -> None:
+        """Undo what belongs to the forward of a module; an error that it raises leaves the forward on."""
+
+
 def restore_forward(module: nn.Module) -> None:
     """Restore the original forward of one module."""
     found = wrapped_forward(module)
     assert found is not None
     attribute, wrapped = found
+    if isinstance(wrapped.owner, ForwardOwner):
+        wrapped.owner.leave(module)
     del module.__dict__[attribute]
     module.__dict__.pop(_REPLICATE, None)
     if wrapped.own is not None:

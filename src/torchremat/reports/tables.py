@@ -17,6 +17,9 @@ def frontier_table(frontier: Frontier) -> Table:
     stored = any(point.stored_bytes for point in frontier.points)
     for heading in (*_FRONTIER, *(["stored\nMiB"] if stored else [])):
         table.add_column(heading, justify="right")
+    steps = any(point.stepping != frontier.points[0].stepping for point in frontier.points)
+    if steps:
+        table.add_column("optimizer")
     for point in frontier.points:
         table.add_row(
             # Rounded up: a budget read off the table must suffice.
@@ -26,6 +29,7 @@ def frontier_table(frontier: Frontier) -> Table:
             f"{point.recomputed_flops / 1e9:.2f}",
             f"{point.slowdown:.2f}",
             *([_mib(point.stored_bytes)] if stored else []),
+            *([str(point.stepping)] if steps else []),
         )
     return table
 

@@ -12,6 +12,7 @@ from torchremat.planning.bounds.relaxation import Relaxation, regions_of, undere
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.prediction import Prediction
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.schedules.bounds import Regions, lower_bound
 from torchremat.schedules.chain import Tree, kept
 from torchremat.schedules.interpreter import interpret
@@ -27,6 +28,7 @@ _EXECUTED = (
     "where they begin or pass over an operator"
 )
 _PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
+_STEPPING = "the optimizer steps as under the plan ({}), and what that adds to a step is not counted"
 _NO_BOUND = "the plain step as observed does not fit the budget, though the plan does"
 _STORED = "tensors wait in stores, and the bounds are of schedules that recompute all that they do not hold"
 _NO_CHAIN = "nested regions: the calls of this step make no chain"
@@ -119,6 +121,7 @@ class Claim:
         regions: The overhead of regions; None if it does not count.
         nested: The calls that the plan chooses among; None if they make no chain.
         stores: Whether tensors wait in stores.
+        stepping: How the optimizer steps, in the plan and in all schedules that the bounds are of.
     """
 
     unit: Cost
@@ -129,6 +132,7 @@ class Claim:
     nested: Relaxation | None
     regions: Regions | None = None
     stores: bool = False
+    stepping: Stepping = PLAIN_STEPPING
 
     def certificate(self) -> Certificate:
         """Compute the bounds."""
@@ -170,6 +174,8 @@ class Claim:
                 yield _EXECUTED
         if persistent is not None:
             yield _PERSISTENT
+        if self.stepping != PLAIN_STEPPING:
+            yield _STEPPING.format(self.stepping)
 
 
 def claim_of(
@@ -181,6 +187,7 @@ def claim_of(
     step: PlainStep | Unseen,
     limit_bytes: int,
     stores: bool = False,
+    stepping: Stepping = PLAIN_STEPPING,
 ) -> Claim:
     """Return the data for the certificate of a tree.
 
@@ -192,6 +199,7 @@ def claim_of(
         step: The plain step.
         limit_bytes: The budget minus the bytes live before a step.
         stores: Whether tensors wait in stores.
+        stepping: How the optimizer steps.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
@@ -210,4 +218,5 @@ def claim_of(
         nested=nested,
         regions=regions_of(profile, step.flow) if unit == "seconds" and isinstance(step, PlainStep) else None,
         stores=stores,
+        stepping=stepping,
     )

@@ -39,7 +39,8 @@ class GuardSettings:
         Raises:
             BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it.
             PlanError: `plan` is not a plan, or came together with `budget`.
-            UnsupportedError: Another setting is invalid, or `margin` came without `budget`.
+            UnsupportedError: Another setting is invalid, or `margin` came without `budget`, or the plan changes the
+                optimizer's step.
         """
         if type(self.attempts) is not int or self.attempts < 1:
             raise UnsupportedError(f"attempts={self.attempts!r}: expected an int of at least 1.")
@@ -52,6 +53,16 @@ class GuardSettings:
             raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
         if plan is not None and not isinstance(plan, Plan):
             raise PlanError(f"plan={plan!r}: expected a Plan, as `torchremat.plan` and `Plan.load` return it.")
+        if plan is not None and plan.stepping.releases:
+            raise UnsupportedError(
+                "guard: the plan releases gradients, so that the optimizer steps in the backward, and a step that has "
+                "trained cannot be run again. Plan with release_gradients=False."
+            )
+        if plan is not None and plan.stepping.stores:
+            raise UnsupportedError(
+                "guard: the plan stores the optimizer's state, and the smaller plans that take its place when memory "
+                "runs out would bring that back. Call `torchremat.offload_optimizer` yourself, and plan then."
+            )
         self._check_budget(model)
         for one in _named(self.guard):
             check_named(one)

@@ -13,6 +13,7 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import Machine
+from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
@@ -53,13 +54,15 @@ class Agreed:
     largest: int
 
 
-def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine: Machine) -> Agreed:
+def profiled_together(
+    peers: Peers, model: nn.Module, subject: Subject, machine: Machine, repeats: Repeats | None = None
+) -> Agreed:
     """Return the profile of a step, with the figures of all processes that train the model.
 
     Raises:
         StepError: See `profile_subject`; or the processes do not run the same step.
     """
-    found = profile_subject(model, subject, machine, around=True, peers=peers)
+    found = profile_subject(model, subject, machine, around=True, peers=peers, repeats=repeats)
     pair = beside(found, reduced_bytes(model, machine.device))
     told = peers.all(lambda: (figures_of(pair.blocks), None if pair.leaves is None else figures_of(pair.leaves)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.traces import AllocationTrace, TraceMark
+from torchremat.measuring.traces import AllocationTrace
 
 
 def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> AllocationTrace:
@@ -36,7 +36,6 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
         return trace
     begins, ends = (np.array(one) for one in zip(*hidden, strict=True))
     positions = np.array([mark.position for mark in trace.marks])
-    times = np.array([mark.time_ns for mark in trace.marks])
     events = np.arange(len(trace.ptr))
     within = np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
     goes = within & (trace.delta_bytes > 0)
@@ -45,6 +44,25 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
             if goes[allocated] and freed < len(goes):
                 goes[freed] = True
     before = np.concatenate([[0], np.cumsum(~goes)])
+    timed = without_seconds(trace, hidden)
+    return replace(
+        timed,
+        time_ns=timed.time_ns[~goes],
+        ptr=trace.ptr[~goes],
+        delta_bytes=trace.delta_bytes[~goes],
+        marks=tuple(
+            replace(mark, position=position)
+            for mark, position in zip(timed.marks, before[positions].tolist(), strict=True)
+        ),
+    )
+
+
+def without_seconds(trace: AllocationTrace, stretches: Sequence[tuple[int, int]]) -> AllocationTrace:
+    """Return the trace as if some stretches, given by the marks at their ends, apart and in order, took no time."""
+    if not stretches:
+        return trace
+    begins, ends = (np.array(one) for one in zip(*stretches, strict=True))
+    times = np.array([mark.time_ns for mark in trace.marks])
     passed_ns = np.concatenate([[0], np.cumsum(times[ends] - times[begins])])
 
     def shown_ns(moments: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -53,15 +71,9 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
         over = np.where(count > 0, np.maximum(times[ends][last] - moments, 0), 0)
         return moments - passed_ns[count] + over
 
+    marks = zip(trace.marks, shown_ns(times).tolist(), strict=True)
     return replace(
         trace,
-        time_ns=shown_ns(trace.time_ns)[~goes],
-        ptr=trace.ptr[~goes],
-        delta_bytes=trace.delta_bytes[~goes],
-        marks=tuple(
-            TraceMark(id=mark.id, label=mark.label, time_ns=time_ns, position=position)
-            for mark, time_ns, position in zip(
-                trace.marks, shown_ns(times).tolist(), before[positions].tolist(), strict=True
-            )
-        ),
+        time_ns=shown_ns(trace.time_ns),
+        marks=tuple(replace(mark, time_ns=time_ns) for mark, time_ns in marks),
     )

@@ -55,19 +55,39 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
         return nothing.optimizer_bytes
 
     parts = steps_in_parts(optimizer)
-    stayed_bytes = 0
-    with stepped_and_undone(subject, optimizer) as step:
-        before = state_bytes()
-        with machine.stepping(), machine.record() as recorder:
-            if parts is not None and parts.mover is not None:
-                stayed_bytes = parts.rehearse_step()  # its state is in a store, and not all in memory at once
-            else:
+    if parts is None:
+        with stepped_and_undone(subject, optimizer) as step:
+            before = state_bytes()
+            with machine.stepping(), machine.record() as recorder:
                 for _ in range(1 if all(map(_is_of_torch, optimizers)) else _STEPS):
                     step()
-        after = state_bytes() + stayed_bytes
-    return OptimizerBytes(
-        name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes + stayed_bytes
-    )
+            made_bytes = state_bytes() - before
+        peak_bytes = recorder.trace.peak_bytes
+    else:
+        before = state_bytes()
+        with subject.untouched(), parts.state_made():
+            made_bytes = state_bytes() - before
+            with machine.stepping(), machine.record() as recorder:
+                parts.rehearse_step()
+        peak_bytes = recorder.trace.peak_bytes + made_bytes
+    return OptimizerBytes(name=type(optimizer).__name__, state_bytes=made_bytes, peak_bytes=peak_bytes)
+
+
+@contextmanager
+def state_made(subject: Subject) -> Generator[None]:
+    """Let the state of an optimizer that steps in parts exist in the block: parts are measured as they are later."""
+    parts = None if subject.optimizer is None else steps_in_parts(subject.optimizer)
+    if parts is None:
+        yield
+        return
+    with parts.state_made():
+        yield
+
+
+def knows_order(subject: Subject) -> bool:
+    """Return whether the bytes of a step are those of the steps after it; not so before state is brought ahead."""
+    parts = None if subject.optimizer is None else steps_in_parts(subject.optimizer)
+    return parts is None or parts.release is None or parts.mover is None or parts.mover.knows_order
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -34,13 +34,14 @@ from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
 from torchremat.planning.exactness.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.peers.peers import Peers, check_same_calls
-from torchremat.planning.profiles.events import without_hidden
+from torchremat.planning.profiles.events import without_hidden, without_seconds
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
-from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
+from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.traces import Trace
@@ -100,7 +101,7 @@ def profile_subject(
     """
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
-    with peers.each(machine.entered), heap_set_aside():
+    with peers.each(machine.entered), heap_set_aside(), peers.each(partial(state_made, subject)):
         profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
         try:
             return profiling.pair(leaves=leaves, around=around)
@@ -132,6 +133,8 @@ class _Profiling:
         units, finest = self.units(leaves=leaves)
         outer = self.outer(units) if around else None
         ways = self.ways(units, finest)
+        if not knows_order(self.subject):
+            self.watched(ways)  # it shows which state to bring ahead
         place, blocks = self.watched(ways)
         seconds = self.seconds()
         blocks = replace(scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
@@ -297,13 +300,9 @@ class _Profiling:
 
     def fits(self, units: Units, part: range | None = None) -> bool:
         """Whether a step in which each unit, or each of a part of them, is a region fits in each process."""
-        return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
-
-
-def _fits(units: Units, part: range, machine: Machine) -> bool:
-    """Whether a step in which each unit of a part is a region fits into the free memory now."""
-    held = {storage for unit in part for storage in units.units[unit].inputs}
-    return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
+        held = {storage for unit in part or range(len(units.units)) for storage in units.units[unit].inputs}
+        needed_bytes = 2 * sum(units.trace.storage_bytes[storage] for storage in held)
+        return self.peers.everywhere(lambda: has_room(self.machine, needed_bytes))
 
 
 def _completed(step: WatchedStep, machine: Machine) -> Profile:
@@ -364,14 +363,15 @@ def watch(
         with machine.record() as recorder:
             watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares)
             settings = Settings(observer=watcher, early_stop=not compares)
-            with installed(model, calls_of(units), tree, settings), noting(recorder):
+            marking = marking_rehearsals(recorder.mark)
+            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
-        events = recorder.trace
+        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)
             watcher.is_over = True

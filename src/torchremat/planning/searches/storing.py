@@ -34,7 +34,7 @@ _JUDGED_UNITS = 4000
 # If the cost is seconds, a plan with stores is chosen only if it is predicted to be faster than the best one without,
 # by more than this share of a plain step and by as much as the seconds of its copies vary. In doubt, the simpler plan
 # wins.
-_LEAST_GAIN = 0.02
+LEAST_GAIN = 0.02
 
 
 class Storing:
@@ -141,7 +141,7 @@ class Storing:
         if self.solver.cost_unit != "seconds":
             return found.cost
         spread = max(self.store_profiles[choice.planned.store].speed.spread for choice in found.offloads.values())
-        return found.cost + _LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
+        return found.cost + LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
 
     def _storable(self, store_profile: StoreProfile, tree: Tree) -> list[int]:
         order, offload_sizes = set(self.profile.order), self._offload_sizes[store_profile.store]

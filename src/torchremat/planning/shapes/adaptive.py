@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, check_flags, warn
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
@@ -40,6 +40,7 @@ from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge
 from torchremat.planning.simulator.prediction import predict
+from torchremat.planning.stepping import Stepping, SteppingHandles, check_ways
 from torchremat.regions.settings import Settings
 from torchremat.tensors.sizes import format_bytes
 
@@ -61,6 +62,8 @@ class Adaptive(Generic[B]):
         budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
         optimizer: See `PlanOptions`.
         device: See `PlanOptions`.
+        release_gradients: Whether the gradients are released in each backward, from now on and until this is closed;
+            see `torchremat.release_gradients`. A call is one step of `optimizer` then.
         margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
             budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
@@ -82,7 +85,7 @@ class Adaptive(Generic[B]):
         PlanError: The model has wrapped modules already.
         StepError: The step is no function of a model and a batch.
         UnsupportedError: Several processes train together: while one of them learned a batch, the others would wait; or
-            `cost`, `over`, `operators`, `shape` or `classes` is not valid.
+            `cost`, `over`, `operators`, `shape` or `classes` is not valid; or see `release_gradients`.
     """
 
     @takes(SearchKeywords)
@@ -94,6 +97,7 @@ class Adaptive(Generic[B]):
         budget: int | str,
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
+        release_gradients: bool = False,
         margin: int | str = 0,
         over: Over = "raise",
         shape: Callable[[B], tuple[int, ...]] | None = None,
@@ -109,6 +113,7 @@ class Adaptive(Generic[B]):
         if relative_of(budget) is not None:
             raise BudgetError(f"budget={budget!r} differs from shape to shape; give the budget in bytes.")
         checked = PlanOptions(**options)
+        check_flags(release_gradients=release_gradients)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
@@ -143,6 +148,11 @@ class Adaptive(Generic[B]):
         self.planning_seconds = 0.0
         self.step_seconds = 0.0
         self.learned = 0
+        self._handles: SteppingHandles | None = None
+        if release_gradients:
+            way = Stepping(releases=True)
+            check_ways([way], model, optimizer, are_several=False)
+            self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way, None)
 
     @without_our_frames
     def __call__(self, batch: B) -> Tensor:
@@ -197,7 +207,13 @@ class Adaptive(Generic[B]):
                 self._learn(self._look(batch), batch)
 
     def close(self) -> None:
-        """Drop everything learned. A step in progress ends as it would have."""
+        """Drop everything learned. A step in progress ends as it would have.
+
+        Raises:
+            UnsupportedError: Gradients are released, and `optimizer.step()` has not followed the last backward.
+        """
+        if self._handles is not None:
+            self._handles.remove()
         self._closed = True
         self._classes = Classes(self._limit_bytes, 1, PlanOptions())
 
@@ -207,7 +223,12 @@ class Adaptive(Generic[B]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except UnsupportedError as unfinished:
+            if error is None:
+                raise
+            error.add_note(str(unfinished))
 
     @property
     def plans(self) -> tuple[PlannedShape, ...]:

@@ -41,10 +41,7 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
     if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
         raise UnsupportedError(f"stores={stores!r}: expected a list of stores, such as [torchremat.Disk()].")
     for place, store in enumerate(stores):
-        if isinstance(store, type) or not callable(getattr(store, "put", None)):
-            raise UnsupportedError(
-                f"stores[{place}]={store!r}: expected an object with a method `put`, such as torchremat.Disk()."
-            )
+        _check_kind(store, f"stores[{place}]")
         lossy = _lossy_in(store)
         if lossy is not None and not allow_lossy:
             raise UnsupportedError(
@@ -52,6 +49,26 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
                 "Pass allow_lossy=True if you accept that, or leave the codec out."
             )
     return tuple(stores)
+
+
+def check_optimizer_store(store: Store) -> None:
+    """Raise if a plan may not put the state of an optimizer into a store.
+
+    Raises:
+        UnsupportedError: It is no store, or is lossy.
+    """
+    _check_kind(store, "optimizer_store")
+    lossy = _lossy_in(store)
+    if lossy is not None:
+        raise UnsupportedError(
+            f"optimizer_store={store!r} loses digits ({lossy!r}), and planning moves the state there and back, so the "
+            "state would be another one afterwards. Plan without it, and call `torchremat.offload_optimizer` before."
+        )
+
+
+def _check_kind(store: Store, name: str) -> None:
+    if isinstance(store, type) or not callable(getattr(store, "put", None)):
+        raise UnsupportedError(f"{name}={store!r}: expected an object with a method `put`, such as torchremat.Disk().")
 
 
 def _lossy_in(store: object) -> object:

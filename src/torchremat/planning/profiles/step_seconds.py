@@ -1,0 +1,119 @@
+"""The seconds of ways of stepping: what it adds to step on one parameter after the other, and to move the state.
+
+All of it is measured on the real optimizer, whose steps are undone, and on the real store, with tensors like the
+state's. In the backward transfers run beside it, and only what they take from it counts, and what is left when it is
+over. The seconds are for comparisons; bytes are those of a profile of each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.accelerators import accelerator_of
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.optimizers import parameters_of
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.storages import tensors_in
+from torchremat.optimizing.groups import groups_by_parameter, step_on
+from torchremat.planning.profiles.optimizers import stepped_and_undone
+from torchremat.planning.stepping import Stepping
+from torchremat.planning.store_profiles.speeds import Payload, measured_speed
+from torchremat.stores.base import StoreStatistics
+from torchremat.tensors.handles import Store
+
+_TIMES = 3
+# Smaller tensors stay in memory, see `offload_optimizer`.
+_LEAST_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteppingSeconds:
+    """The seconds that ways of stepping add to a step.
+
+    Attributes:
+        parts_s: Of stepping on one parameter after the other instead of on all at once.
+        moves_s: Of moving the state out and back, if the step waits for it.
+        busy_s: The part of these that the step loses without waiting.
+        state_bytes: The bytes of the state.
+    """
+
+    parts_s: float
+    moves_s: float
+    busy_s: float
+    state_bytes: int
+
+    def added_s(self, stepping: Stepping, backward_s: float) -> float:
+        """Return the seconds that a way adds to a step whose backward takes `backward_s`."""
+        parts_s = self.parts_s if stepping.releases else 0.0
+        if not stepping.stores:
+            return parts_s
+        if not stepping.releases:  # nothing runs beside it
+            return self.moves_s
+        return parts_s + max(self.busy_s, self.moves_s - backward_s)
+
+
+def stepping_seconds(subject: Subject, device: torch.device, store: Store | None) -> SteppingSeconds:
+    """Measure the seconds of ways of stepping; nothing is added where a step does not fit into memory for that.
+
+    Args:
+        subject: The step, with its optimizer.
+        device: The device.
+        store: The store where state may wait.
+
+    Raises:
+        UnsupportedError: See `step_alone`.
+    """
+    try:
+        parts_s, tensors = _parts(subject, device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        let_go(error)
+        parts_s, tensors = 0.0, []
+    payload = Payload(tensors=tuple(one for one in tensors if one[0] >= _LEAST_BYTES))
+    moves_s = busy_s = 0.0
+    if store is not None and payload.tensors:
+        found = getattr(store, "statistics", None)
+        limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
+        speed = measured_speed(store, device, payload, limit_bytes)
+        for one in (speed.out, speed.back):
+            moves_s += len(payload.tensors) * one.tensor_s + payload.size_bytes * one.byte_s
+            busy_s += len(payload.tensors) * one.busy_tensor_s + payload.size_bytes * one.busy_byte_s
+    return SteppingSeconds(
+        parts_s=parts_s, moves_s=moves_s, busy_s=busy_s, state_bytes=sum(size for size, _ in tensors)
+    )
+
+
+def _parts(subject: Subject, device: torch.device) -> tuple[float, list[tuple[int, torch.dtype]]]:
+    """Return the seconds that parts add to a whole step, and the state's tensors, by size and type."""
+    optimizer = subject.optimizer
+    assert optimizer is not None
+    seconds = accelerator_of(device).seconds
+
+    def timed(work: Callable[[], object]) -> float:
+        start_s = seconds(device)
+        work()
+        return seconds(device) - start_s
+
+    with stepped_and_undone(subject, optimizer) as step:
+        step()  # makes the state
+        state = tensors_in(list(dict.values(optimizer.state)))
+        tensors = [(one.nbytes, one.dtype) for one in state if _is_on(one, device)]
+        group_of = groups_by_parameter(optimizer)
+        every = [one for one in parameters_of([optimizer]) if one.grad is not None]
+
+        def parts() -> None:
+            for one in every:
+                step_on(optimizer, [one], group_of)
+
+        whole_s = min(timed(step) for _ in range(_TIMES))
+        parts_s = min(timed(parts) for _ in range(_TIMES))
+    return max(0.0, parts_s - whole_s), tensors
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
