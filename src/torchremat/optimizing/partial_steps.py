@@ -169,7 +169,7 @@ class PartialSteps:
 
         Args:
             parameters: The parameters.
-            is_last: Whether no other part follows; in a backward its end says so.
+            is_last: Whether no other part follows; after parts in a backward, its end says so.
 
         Raises:
             UnsupportedError: It cannot be undone.
@@ -179,7 +179,7 @@ class PartialSteps:
             return
         task, state = current_graph_task(), optimizer.state
         with self._lock:
-            if self._rehearsed is None or self._rehearsed.task != task:
+            if self._rehearsed is None or 0 <= task != self._rehearsed.task:
                 options = GroupOptions(optimizer.param_groups)
                 self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
                 if task >= 0:
@@ -195,7 +195,7 @@ class PartialSteps:
             for one in made:
                 entries = dict.values(state.pop(one, {}))
                 self._stayed_bytes += sum(value.nbytes for value in entries if isinstance(value, Tensor))
-            if is_last:
+            if is_last and self._rehearsed.task < 0:
                 self.end_rehearsal()
 
     def rehearse_step(self) -> int:
