@@ -107,7 +107,7 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
         for group, some in chosen.values():
             group["params"] = some
         optimizer.param_groups = [group for group, _ in chosen.values()]
-        vars(optimizer).update(dict.fromkeys(hooks, {}))
+        vars(optimizer).update({name: {} for name in hooks})
         bare_step(optimizer)()
     finally:
         vars(optimizer).update(hooks)

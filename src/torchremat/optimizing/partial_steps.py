@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class Releasing(Protocol):
     """What steps in the backward, as the step of an optimizer knows it."""
 
-    def check_step(self, closure: object) -> None:
+    def check_step(self) -> None:
         """Raise an UnsupportedError if the user's `step()` cannot run now."""
         ...
 
@@ -84,7 +85,7 @@ class PartialSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         check_separable(optimizer)
         self.release: Releasing | None = None
@@ -248,6 +249,7 @@ class PartialSteps:
 
     # ------------------------------------------------------------------------------------------- the user's `step()`
 
+    @outside_graphs
     def _before(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
@@ -260,13 +262,14 @@ class PartialSteps:
                 "torchremat.release_gradients there can be none."
             )
         if self.release is not None:
-            self.release.check_step(closure)
+            self.release.check_step()
         changed = None
+        if closure is not None:
+            # Outside of the lock: threads of its backward may make parts of the step.
+            with torch.enable_grad():
+                loss = cast("Callable[[], object]", closure)()
+            changed = (*args[:1], _Once(loss, self.name)), {}
         with self._lock:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = cast("Callable[[], object]", closure)()
-                changed = (*args[:1], lambda: loss), {}
             options = self._open(optimizer)
             if self.mover is not None:
                 for some in self.mover.slices(_with_gradients(optimizer)):
@@ -275,6 +278,7 @@ class PartialSteps:
             options.put_back()
         return changed
 
+    @outside_graphs
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         with self._lock:
             self._show()
@@ -312,6 +316,22 @@ class PartialSteps:
         for one, gradient in hidden:
             if one.grad is None:
                 one.grad = gradient
+
+
+class _Once:
+    """Stands for a closure that has run, and returns what it has returned. To run it again would train again."""
+
+    def __init__(self, loss: object, optimizer: str) -> None:
+        self._losses = [loss]
+        self._optimizer = optimizer
+
+    def __call__(self) -> object:
+        if not self._losses:
+            raise UnsupportedError(
+                f"{self._optimizer}.step(closure) calls the closure several times, so its step cannot be made in "
+                "parts. Keep its gradients and its state as they are."
+            )
+        return self._losses.pop()
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -30,11 +30,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, retains_graph
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError, check_flags
-from torchremat.measuring.communication import is_data_parallel
+from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer, parameters_of
 from torchremat.measuring.untouched import frees_gradient
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.optimizing.scaled_losses import is_scaled, watch_scalers
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.optimizing.waiting_gradients import WaitingGradients, counted, share_of
 from torchremat.regions.rehearsals import is_rehearsing
@@ -57,6 +59,7 @@ class GradientRelease:
     ) -> None:
         self._owner = ref(steps)  # it owns this
         self._of = steps.name
+        self._has_begun = False
         self._accumulates = accumulates
         self._clip_value = clip_value
         self._is_last = not accumulates
@@ -70,6 +73,7 @@ class GradientRelease:
         self._waiting = WaitingGradients(most_bytes, WeakMethod(self._step))
         self._waits = batch_bytes is not None  # also if state is in a store
         self._watch(optimizer)
+        self._unwatch_scalers = watch_scalers(self)
 
     def _watch(self, optimizer: Optimizer) -> None:
         # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
@@ -146,6 +150,7 @@ class GradientRelease:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        self._unwatch_scalers()
         if steps is not None:
             steps.release = None
             steps.end()
@@ -167,6 +172,12 @@ class GradientRelease:
         if steps is None or parameter.grad is None:
             return
         if not is_rehearsing():
+            if is_scaled():
+                raise UnsupportedError(
+                    f"the loss was scaled by a GradScaler, which skips the step of {self._of} if any gradient is not "
+                    "finite; with torchremat.release_gradients parameters would step before that is known. None has "
+                    "stepped. Train in bfloat16, which needs no scaler, or leave the gradients."
+                )
             if not self._is_last and self._norms is None:
                 return
             self._check_backward(steps, parameter)
@@ -196,6 +207,10 @@ class GradientRelease:
             one.grad = self._tombstone(steps, one)
 
     def _check_backward(self, steps: PartialSteps, parameter: Tensor) -> None:
+        if not self._has_begun:  # the module may have been wrapped since
+            optimizer = steps.optimizer()
+            _check_reduction([] if optimizer is None else parameters_of([optimizer]))
+            self._has_begun = True
         # Outside of a backward FSDP2 may call it, for the last gradients.
         if current_graph_task() >= 0 and retains_graph():
             raise UnsupportedError(
@@ -220,17 +235,12 @@ class GradientRelease:
 
     # ------------------------------------------------------------------------------------------- the user's `step()`
 
-    def check_step(self, closure: object) -> None:
+    def check_step(self) -> None:
         """Raise if a user's `step()` cannot follow.
 
         Raises:
-            UnsupportedError: It has a closure, or would find that nothing was released.
+            UnsupportedError: It would find that nothing was released.
         """
-        if closure is not None:
-            raise UnsupportedError(
-                f"{self._of}.step(closure): the closure's backward would step within the step. Run forward and "
-                "backward before it, and call `step()` without arguments."
-            )
         if self._norms is not None or not self._is_last:
             what = "last_microbatch() was not called" if self._norms is None else "clip_norm() was not called"
             raise UnsupportedError(f"{self._of}.step(): {what} before the last backward, so it released nothing.")
@@ -256,6 +266,7 @@ class ReleasingHook:
         self._release = ref(release)
         self.frees_gradient = frees_gradient
 
+    @outside_graphs
     def __call__(self, parameter: Tensor) -> None:
         """Release the gradient."""
         own = self._release()
@@ -314,12 +325,7 @@ def release_gradients(
         raise UnsupportedError(f"clip_value={clip_value!r}: expected a number above 0.")
     if batch_bytes is not None and (not isinstance(batch_bytes, int) or batch_bytes < 0):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
         raise UnsupportedError(f"batch_bytes={batch_bytes!r}: expected a number of bytes, 0 or more.")
-    if any(map(is_data_parallel, model.modules())):
-        raise UnsupportedError(
-            "release_gradients: the model is a DistributedDataParallel. It reduces gradients in buckets, after this "
-            "could step, and its buckets keep the memory of all gradients from step to step. FSDP2 (`fully_shard`) "
-            "reduces shard by shard, and is supported."
-        )
+    _check_reduction(parameters_of([optimizer]))
     steps = partial_steps(optimizer)
     try:
         if steps.release is not None:
@@ -343,6 +349,16 @@ def release_gradients(
         steps.end()
         raise
     return steps.release
+
+
+def _check_reduction(parameters: Sequence[Tensor]) -> None:
+    if is_reduced_in_buckets(parameters):
+        raise UnsupportedError(
+            "release_gradients: a DistributedDataParallel has these parameters. It reduces gradients in "
+            "buckets, after they could step, and its buckets keep the memory of all gradients from step to step: with "
+            "`gradient_as_bucket_view=True` they are the gradients, and there is nothing more to free. FSDP2 "
+            "(`fully_shard`) reduces shard by shard, and is supported."
+        )
 
 
 def _is_released(parameter: Tensor) -> bool:

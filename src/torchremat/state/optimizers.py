@@ -14,6 +14,7 @@ import functools
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.sharding import is_dtensor
 
 
@@ -23,6 +24,7 @@ def listen_to_optimizers() -> None:
     register_optimizer_step_post_hook(_stepped)  # See NOTE [ Optimizers that bump no version ]
 
 
+@outside_graphs
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
     written = [
         parameter
