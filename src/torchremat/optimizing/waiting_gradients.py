@@ -30,7 +30,7 @@ _Place = tuple[int, torch.device, object]
 
 
 @dataclass(slots=True)
-class _Part:
+class _Together:
     parameters: list[Tensor]
     nbytes: int
 
@@ -47,7 +47,7 @@ class WaitingGradients:
         self.most_bytes = most_bytes
         self._step = step
         self._lock = Lock()  # autograd runs a thread for each device
-        self._waiting: dict[_Place, _Part] = {}
+        self._waiting: dict[_Place, _Together] = {}
         self._ends: set[int] = set()  # the backwards whose end steps on what waits
 
     def add(self, parameter: Tensor, *, waits: bool) -> None:
@@ -58,7 +58,7 @@ class WaitingGradients:
         with self._lock:
             part = self._waiting.get(place)
             if part is None:
-                part = self._waiting[place] = _Part([], 0)
+                part = self._waiting[place] = _Together([], 0)
             part.parameters.append(parameter)
             part.nbytes += parameter.nbytes
             waits = waits and task >= 0 and part.nbytes < self.most_bytes
