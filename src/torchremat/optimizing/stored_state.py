@@ -104,7 +104,7 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2*
     Args:
         optimizer: A plain one, not one around others. Its step may have been called before.
         store: Such as `Host()`, `Disk()` or `Tiers(...)`. `Compressed` with a lossy codec makes the state lossy.
-        min_bytes: Smaller tensors stay in memory: the state of biases and norms takes longer to hand over than to write.
+        min_bytes: Smaller tensors stay in memory: those of biases and norms take longer to hand over than to write.
 
     Raises:
         UnsupportedError: The step of this optimizer cannot be made in parts; `store` is not a store; its state is in

@@ -19,14 +19,16 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.stores.transfers import current_stream
 
 # Of the bytes of all parameters. A plan counts what may wait, so it is as small as what a plan promises is exact.
 _SHARE = 1000
 
 
 # The backward, the device and its stream.
-_Place = tuple[int, torch.device, object]
+_Place = tuple[int, torch.device, torch.Stream | None]
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class WaitingGradients:
     def add(self, parameter: Tensor, *, waits: bool) -> None:
         """Let a parameter step now, with all that waited, or wait if it may."""
         task, device = current_graph_task(), parameter.device
-        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        stream = None if device.type == "cpu" else current_stream(device)
         place = task, device, stream
         with self._lock:
             part = self._waiting.get(place)
@@ -76,9 +78,15 @@ class WaitingGradients:
     def _end(self, task: int) -> None:
         with self._lock:
             self._ends.discard(task)
-            parts = [self._waiting.pop(place) for place in list(self._waiting) if place[0] == task]
-        for part in parts:
-            self._make(part.parameters)
+            parts = {place: self._waiting.pop(place) for place in list(self._waiting) if place[0] == task}
+        for (_, device, stream), part in parts.items():
+            if stream is None:
+                self._make(part.parameters)
+                continue
+            # As in the backward, so that gradients are freed on the stream of their memory.
+            with accelerator_of(device).on(stream):
+                self._make(part.parameters)
+            current_stream(device).wait_stream(stream)
 
     def _make(self, some: list[Tensor]) -> None:
         step = self._step()
