@@ -27,6 +27,12 @@ from torchremat.tensors.handles import Handle, Store
 
 State = Mapping[Any, Any]
 
+# NOTE [ State that a rehearsal makes ]
+#
+# State that the optimizer has yet to make is made in each rehearsal of a part, and is gone after it. A later step
+# brings it back ahead of its part. So what a rehearsal has made stays in the store until the next one, where it is
+# brought back ahead too, and goes as the part makes it again: the same bytes come and go. The next step lets go of it.
+
 
 class StateMover:
     """Moves the state of an optimizer to a store and back.
@@ -41,10 +47,17 @@ class StateMover:
         self.min_bytes = min_bytes
         self._leaving: list[tuple[list[Handle], Tensor]] = []
         self._parts: list[tuple[int, list[ReferenceType[StateEntries]]]] = []  # of the open step, in their order
+        self._rehearsed: dict[int, StateEntries] = {}  # by parameter; see NOTE [ State that a rehearsal makes ]
         self._next: dict[int, list[ReferenceType[StateEntries]]] = {}  # by the first parameter of the part before
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether the order of the parts is known, so that state comes in ahead."""
+        return bool(self._next)
 
     def begin(self, state: State) -> None:
         """Put away what was read between two steps, or is new: all that is in memory."""
+        self._rehearsed.clear()
         for parameter in list(state):
             self._leave(state, [parameter])
             self._settle()
@@ -92,15 +105,30 @@ class StateMover:
             for handle in () if following is None else following.handles:
                 handle.prefetch()
 
-    def end(self) -> None:
+    def begin_rehearsed(self, parameters: Iterable[Tensor]) -> None:
+        """Bring back the state that the last rehearsal has made for these parameters, and let it go."""
+        for one in parameters:
+            if (entries := self._rehearsed.pop(id(one), None)) is not None:
+                entries.bring_back()
+
+    def end_rehearsed(self, made: Mapping[int, object]) -> None:
+        """Keep what the store has of the state that a rehearsal has made, by the id of its parameter."""
+        for key, entries in made.items():
+            if isinstance(entries, StateEntries):
+                entries.let_go()
+                self._rehearsed[key] = entries
+
+    def end(self, *, learns: bool = True) -> None:
         """Wait until all is out, and learn the order of the parts."""
         self._settle()
         parts, self._parts = self._parts, []
-        self._next = {first: entries for (first, _), (_, entries) in pairwise(parts)}
+        if learns:
+            self._next = {first: entries for (first, _), (_, entries) in pairwise(parts)}
 
     def give_back(self, state: State) -> None:
         """Bring all state back, into plain dicts."""
         self._settle()
+        self._rehearsed.clear()
         for parameter, entries in list(state.items()):
             if isinstance(entries, StateEntries):
                 cast("dict[Any, Any]", state)[parameter] = entries.copy()

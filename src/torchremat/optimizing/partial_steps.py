@@ -165,12 +165,13 @@ class PartialSteps:
                 error.add_note(self._where_it_stands(parameters, is_written=is_written))
                 raise
 
-    def rehearse(self, parameters: Sequence[Tensor], *, is_last: bool = False) -> None:
+    def rehearse(self, parameters: Sequence[Tensor], *, is_last: bool = False, in_order: bool = True) -> None:
         """Run the part of the step for some parameters as it would run, and undo it. See `rehearsal`.
 
         Args:
             parameters: The parameters.
             is_last: Whether no other part follows; after parts in a backward, its end says so.
+            in_order: Whether parts will come in this order in a step.
 
         Raises:
             UnsupportedError: It cannot be undone.
@@ -187,17 +188,21 @@ class PartialSteps:
                     at_end_of_backward(self.end_rehearsal)
             made = [one for one in parameters if one not in state]
             if self.mover is not None:
+                if in_order:
+                    self.mover.begin_rehearsed(parameters)
                 self.mover.take(state, parameters)
             with undone(state, parameters), _without_autocast(parameters[0].device):
                 step_on(optimizer, parameters, self._rehearsed.group_of)
             self._rehearsed.options.put_back()
             if self.mover is not None:
                 self.mover.give(state, parameters)
-            for one in made:
-                entries = dict.values(state.pop(one, {}))
-                self._stayed_bytes += sum(value.nbytes for value in entries if isinstance(value, Tensor))
+            new = {id(one): state.pop(one) for one in made if one in state}
+            values = [value for entries in new.values() for value in dict.values(entries)]
+            self._stayed_bytes += sum(value.nbytes for value in values if isinstance(value, Tensor))
+            if self.mover is not None and in_order:
+                self.mover.end_rehearsed(new)
             if is_last and self._rehearsed.task < 0:
-                self.end_rehearsal()
+                self.end_rehearsal(in_order=in_order)
 
     def rehearse_step(self) -> int:
         """Run all parts that a user's `step()` makes of a step, and undo them.
@@ -209,14 +214,15 @@ class PartialSteps:
         if optimizer is not None and self.mover is not None:
             slices = list(self.mover.slices(_with_gradients(optimizer)))
             for number, some in enumerate(slices, 1):
-                self.rehearse(some, is_last=number == len(slices))
+                # With released gradients parts are made in the backward: this shows what state there will be.
+                self.rehearse(some, is_last=number == len(slices), in_order=self.release is None)
         return self._stayed_bytes
 
-    def end_rehearsal(self) -> None:
+    def end_rehearsal(self, *, in_order: bool = True) -> None:
         """End the parts that were run to be measured."""
         self._rehearsed = None
         if self.mover is not None:
-            self.mover.end()
+            self.mover.end(learns=in_order)
 
     def _open(self, optimizer: Optimizer) -> GroupOptions:
         if self._options is None:

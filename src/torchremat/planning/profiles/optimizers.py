@@ -70,6 +70,12 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
     )
 
 
+def knows_parts(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether it is known in which order an optimizer's state comes in from a store, if it does."""
+    parts = None if optimizer is None else steps_in_parts(optimizer)
+    return parts is None or parts.mover is None or parts.mover.knows_order
+
+
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] == "torch"
 

@@ -38,7 +38,7 @@ from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
-from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
+from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_parts, measure_optimizer
 from torchremat.planning.profiles.peers import Peers, check_same_calls
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.replayability import Repeats, UnlikeError, leave_out, tried
@@ -232,6 +232,8 @@ class _Profiling:
 
         def run() -> int:
             found.clear()
+            if not knows_parts(self.subject.optimizer):
+                self.watched_here(ways, place)  # to learn their order
             reached, profile = self.watched_here(ways, place)
             found.append(profile)
             return reached
