@@ -30,7 +30,7 @@ DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stages tests
 
 emulated: .venv/.stamp
 	PYTHONPATH=tests $(BIN)/python -m emulator
-	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stages tests/stores tests/test_ambient.py
+	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/optimizing tests/pipeline tests/planning tests/regions tests/stages tests/stores tests/test_ambient.py
 	$(EMULATED) tests/emulator
 	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
 

@@ -135,8 +135,37 @@ def state_under_data_parallelism():
 
 def data_parallelism_is_refused():
     model = DistributedDataParallel(net())
-    with pytest.raises(UnsupportedError, match="its buckets keep the memory of all gradients"):
-        release_gradients(model, AdamW(model.parameters()))
+    for handed in (model, model.module):
+        with pytest.raises(UnsupportedError, match="its buckets keep the memory of all gradients"):
+            release_gradients(handed, AdamW(model.parameters()))
+
+
+def data_parallelism_that_comes_later_is_refused_before_a_step():
+    """Each process would step on its own gradients, and the replicas would drift apart."""
+    model = net()
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    model = DistributedDataParallel(model)
+    before = [whole(p) for p in model.parameters()]
+
+    with pytest.raises(UnsupportedError, match="a DistributedDataParallel has these parameters"):
+        model(batch(dist.get_rank(), 0)).square().sum().backward()
+
+    assert all(map(same, [whole(p) for p in model.parameters()], before))
+
+
+def buckets_of_data_parallelism_stay():
+    """Why it is refused: the memory that is reduced is not freed with the gradients, which can be views of it."""
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+    found = []
+    for number in range(3):
+        model.zero_grad()
+        model(batch(dist.get_rank(), number)).square().sum().backward()
+        memories = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
+        found.append((set(memories), sum(one.nbytes() for one in memories.values())))
+
+    assert found[1] == found[2]
+    assert found[2][1] == sum(p.nbytes for p in model.parameters())
 
 
 def shards_that_accumulate():
@@ -193,6 +222,8 @@ CASES = {
         a_plan_releases_shards,
         state_under_data_parallelism,
         data_parallelism_is_refused,
+        data_parallelism_that_comes_later_is_refused_before_a_step,
+        buckets_of_data_parallelism_stay,
         shards_that_accumulate,
         shards_are_freed_one_group_after_the_other,
     )

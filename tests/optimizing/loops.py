@@ -74,6 +74,18 @@ class Counting(Lion):
                     p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
+class Derived(optim.AdamW):
+    """Calls the step of its base class, which torch has wrapped to run hooks if there are instances of it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
+
+
 class ByTheNormOfAll(Lion):
     """Its parameters depend on each other, as with LAMB's trust ratio over all, or with D-Adaptation."""
 
@@ -132,6 +144,7 @@ KINDS = {
     "Lion": plain(Lion),
     "Counting": plain(Counting, lr=0.1),
     "Muon": muon,
+    "Derived": plain(Derived, lr=1e-2),
 }
 
 

@@ -9,6 +9,7 @@ FSDP2 (`fully_shard`)      gathered parameters, gradients on their way to being 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 
@@ -45,6 +46,16 @@ def is_data_parallel(module: nn.Module) -> bool:
     """Return whether a module is a DistributedDataParallel."""
     found = sys.modules.get("torch.nn.parallel.distributed")
     return found is not None and isinstance(module, found.DistributedDataParallel)
+
+
+def is_reduced_in_buckets(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a DistributedDataParallel, wherever it is, has one of these parameters."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    own = set(map(id, parameters))
+    # An instance refers to its class. The module inside of one does not know it.
+    instances = (one for one in gc.get_referrers(nn.parallel.DistributedDataParallel) if isinstance(one, nn.Module))
+    return any(id(one) in own for module in instances if is_data_parallel(module) for one in module.parameters())
 
 
 def _own(module: nn.Module) -> Iterable[nn.Parameter]:

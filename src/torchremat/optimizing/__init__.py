@@ -5,6 +5,8 @@ separability.py   whether an optimizer's step is the same on all parameters at o
 partial_steps.py  the step of an optimizer, made in parts
 rehearsal.py      a part of a step that is run to be measured
 tombstones.py     what stands in place of a gradient that was freed
+waiting_gradients.py  small gradients, which wait for others and step together with them
+scaled_losses.py  losses that a `GradScaler` has scaled
 release.py        `release_gradients`: each parameter's part of the step, in the backward
 entries.py        the state of one parameter, of which a store has the tensors
 moving.py         state that comes in ahead of its part of the step, and goes out after it

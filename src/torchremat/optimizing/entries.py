@@ -125,6 +125,12 @@ class StateEntries(dict[object, object]):
         for key in list(dict.keys(self)):
             self._read(key, dict.__getitem__(self, key))
 
+    def let_go(self) -> None:
+        """Forget what the store does not have."""
+        for key, value in list(dict.items(self)):
+            if not isinstance(value, StoredPart | StoredWrapper):
+                dict.__delitem__(self, key)
+
     def _read(self, key: object, value: object) -> object:
         if isinstance(value, StoredPart | StoredWrapper):
             value = value.get()

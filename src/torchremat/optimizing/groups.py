@@ -22,6 +22,8 @@ from torchremat.measuring.optimizers import Optimizer, bare_step
 
 Group = dict[str, Any]
 
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 class GroupOptions:
     """The options of groups at one time, all but their parameters.
@@ -87,6 +89,8 @@ def groups_by_parameter(optimizer: Optimizer) -> dict[int, Group]:
 def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mapping[int, Group]) -> None:
     """Run the optimizer's step on some of its parameters, without its hooks. See NOTE [ A part of a step ].
 
+    A step may call that of its base class, which runs hooks if the base class has instances of its own; not these.
+
     Args:
         optimizer: The optimizer.
         parameters: Some of its parameters.
@@ -98,12 +102,15 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
         chosen.setdefault(id(group), (group, []))[1].append(one)
     groups = optimizer.param_groups
     had = [(group, group["params"]) for group, _ in chosen.values()]
+    hooks = {name: one for name, one in vars(optimizer).items() if name in _HOOKS}
     try:
         for group, some in chosen.values():
             group["params"] = some
         optimizer.param_groups = [group for group, _ in chosen.values()]
+        vars(optimizer).update({name: {} for name in hooks})
         bare_step(optimizer)()
     finally:
+        vars(optimizer).update(hooks)
         for group, every in had:
             group["params"] = every
         optimizer.param_groups = groups

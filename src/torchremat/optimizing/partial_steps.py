@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class Releasing(Protocol):
     """What steps in the backward, as the step of an optimizer knows it."""
 
-    def check_step(self, closure: object) -> None:
+    def check_step(self) -> None:
         """Raise an UnsupportedError if the user's `step()` cannot run now."""
         ...
 
@@ -84,7 +85,7 @@ class PartialSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         check_separable(optimizer)
         self.release: Releasing | None = None
@@ -168,7 +169,7 @@ class PartialSteps:
 
         Args:
             parameters: The parameters.
-            is_last: Whether no other part follows; in a backward its end says so.
+            is_last: Whether no other part follows; after parts in a backward, its end says so.
 
         Raises:
             UnsupportedError: It cannot be undone.
@@ -178,7 +179,7 @@ class PartialSteps:
             return
         task, state = current_graph_task(), optimizer.state
         with self._lock, marked_rehearsal():
-            if self._rehearsed is None or self._rehearsed.task != task:
+            if self._rehearsed is None or 0 <= task != self._rehearsed.task:
                 options = GroupOptions(optimizer.param_groups)
                 self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
                 if task >= 0:
@@ -193,7 +194,7 @@ class PartialSteps:
                 self.mover.give(state, parameters)
             for one in made:
                 state.pop(one, None)
-            if is_last:
+            if is_last and self._rehearsed.task < 0:
                 self.end_rehearsal()
 
     def rehearse_step(self) -> None:
@@ -269,6 +270,7 @@ class PartialSteps:
 
     # ------------------------------------------------------------------------------------------- the user's `step()`
 
+    @outside_graphs
     def _before(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
@@ -281,13 +283,14 @@ class PartialSteps:
                 "torchremat.release_gradients there can be none."
             )
         if self.release is not None:
-            self.release.check_step(closure)
+            self.release.check_step()
         changed = None
+        if closure is not None:
+            # Outside of the lock: threads of its backward may make parts of the step.
+            with torch.enable_grad():
+                loss = cast("Callable[[], object]", closure)()
+            changed = (*args[:1], _Once(loss, self.name)), {}
         with self._lock:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = cast("Callable[[], object]", closure)()
-                changed = (*args[:1], lambda: loss), {}
             options = self._open(optimizer)
             if self.mover is not None:
                 for some in self.mover.slices(_with_gradients(optimizer)):
@@ -296,6 +299,7 @@ class PartialSteps:
             options.put_back()
         return changed
 
+    @outside_graphs
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         with self._lock:
             self._show()
@@ -333,6 +337,22 @@ class PartialSteps:
         for one, gradient in hidden:
             if one.grad is None:
                 one.grad = gradient
+
+
+class _Once:
+    """Stands for a closure that has run, and returns what it has returned. To run it again would train again."""
+
+    def __init__(self, loss: object, optimizer: str) -> None:
+        self._losses = [loss]
+        self._optimizer = optimizer
+
+    def __call__(self) -> object:
+        if not self._losses:
+            raise UnsupportedError(
+                f"{self._optimizer}.step(closure) calls the closure several times, so its step cannot be made in "
+                "parts. Keep its gradients and its state as they are."
+            )
+        return self._losses.pop()
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -11,6 +11,7 @@ error. Two limits: torch's own checkpoint compares no versions, and neither does
 `save_for_backward`.
 
     backward     one gradient after the other is complete
+                     small ones wait for others              waiting_gradients.py
                      its parameter steps                     partial_steps.py
                      `.grad` says that it was released       tombstones.py
     step()       what has a gradient still, if anything; hooks of the optimizer run
@@ -19,22 +20,26 @@ error. Two limits: torch's own checkpoint compares no versions, and neither does
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, retains_graph
+from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError, check_flags
-from torchremat.measuring.communication import is_data_parallel
+from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer, parameters_of
+from torchremat.measuring.untouched import frees_gradient
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.rehearsal import note_gradient
+from torchremat.optimizing.scaled_losses import is_scaled, watch_scalers
 from torchremat.optimizing.tombstones import ReleasedGradient
+from torchremat.optimizing.waiting_gradients import WaitingGradients, counted, share_of
 from torchremat.regions.rehearsals import is_rehearsing
 
 
@@ -45,10 +50,17 @@ class GradientRelease:
     """
 
     def __init__(
-        self, steps: PartialSteps, optimizer: Optimizer, *, accumulates: bool, clip_value: float | None
+        self,
+        steps: PartialSteps,
+        optimizer: Optimizer,
+        *,
+        accumulates: bool,
+        clip_value: float | None,
+        batch_bytes: int | None,
     ) -> None:
         self._owner = ref(steps)  # it owns this
         self._of = steps.name
+        self._has_begun = False
         self._accumulates = accumulates
         self._clip_value = clip_value
         self._is_last = not accumulates
@@ -57,13 +69,21 @@ class GradientRelease:
         self._tombstones: dict[int, ReleasedGradient] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._hook = ReleasingHook(self, frees_gradient=not accumulates)
+        self._staying_hook = ReleasingHook(self, frees_gradient=False)
+        most_bytes = share_of(parameters_of([optimizer])) if batch_bytes is None else batch_bytes
+        self._waiting = WaitingGradients(most_bytes, WeakMethod(self._step))
+        self._waits = batch_bytes is not None  # also if state is in a store
         self._watch(optimizer)
+        self._unwatch_scalers = watch_scalers(self)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        for one in parameters_of([optimizer]):
-            # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
-            if id(one) not in self._hooks and one.requires_grad:
-                self._hooks[id(one)] = one.register_post_accumulate_grad_hook(self._hook)
+        # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
+        trained = [one for one in parameters_of([optimizer]) if one.requires_grad]
+        new = [one for one in trained if id(one) not in self._hooks]
+        staying = counted(trained, self._waiting.most_bytes) if new else ()
+        for one in new:
+            hook = self._staying_hook if id(one) in staying else self._hook
+            self._hooks[id(one)] = one.register_post_accumulate_grad_hook(hook)
 
     def last_microbatch(self) -> None:
         """Declare that the next backward is the last one before `optimizer.step()`, so that it releases.
@@ -131,6 +151,7 @@ class GradientRelease:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        self._unwatch_scalers()
         if steps is not None:
             steps.release = None
             steps.end()
@@ -147,46 +168,66 @@ class GradientRelease:
     # ----------------------------------------------------------------------------------------------------- backward
 
     def complete(self, parameter: Tensor) -> None:
-        """Step on a parameter whose gradient is complete, and free the gradient."""
-        gradient, steps = parameter.grad, self._owner()
-        if steps is None or gradient is None:
+        """Step on a parameter whose gradient is complete, at once or with others, and free the gradient."""
+        steps = self._owner()
+        if steps is None or parameter.grad is None:
+            return
+        if not is_rehearsing():
+            if is_scaled():
+                raise UnsupportedError(
+                    f"the loss was scaled by a GradScaler, which skips the step of {self._of} if any gradient is not "
+                    "finite; with torchremat.release_gradients parameters would step before that is known. None has "
+                    "stepped. Train in bfloat16, which needs no scaler, or leave the gradients."
+                )
+            if not self._is_last and self._norms is None:
+                return
+            self._check_backward(steps, parameter)
+            if self._norms is not None:
+                self._norms[id(parameter)] = nn.utils.get_total_norm([parameter.grad])
+                parameter.grad = None
+                return
+            if self._most_norm is not None:
+                nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
+            if self._clip_value is not None:
+                nn.utils.clip_grad_value_([parameter], self._clip_value)
+        # State that comes in ahead of its part should come late, and so in small parts: see `moving`.
+        self._waiting.add(parameter, waits=self._waits or steps.mover is None)
+
+    def _step(self, parameters: Sequence[Tensor]) -> None:
+        steps = self._owner()
+        if steps is None:
             return
         if is_rehearsing():
-            note_gradient(parameter, gradient)
-            del gradient
-            steps.rehearse([parameter], is_last=current_graph_task() < 0)
-            parameter.grad = None
+            for one in parameters:
+                if one.grad is not None:
+                    note_gradient(one, one.grad)
+            steps.rehearse(parameters, is_last=current_graph_task() < 0)
+            for one in parameters:
+                if frees_gradient(one):
+                    one.grad = None
             return
-        if not self._is_last and self._norms is None:
-            return
-        self._check_backward(steps, parameter)
-        if self._norms is not None:
-            self._norms[id(parameter)] = nn.utils.get_total_norm([gradient])
-            parameter.grad = None
-            return
-        if self._most_norm is not None:
-            nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
-        if self._clip_value is not None:
-            nn.utils.clip_grad_value_([parameter], self._clip_value)
-        del gradient
-        steps.step([parameter])
-        parameter.grad = self._tombstone(steps, parameter)
+        steps.step(parameters)
+        for one in parameters:
+            one.grad = self._tombstone(steps, one)
 
     def _check_backward(self, steps: PartialSteps, parameter: Tensor) -> None:
-        name = steps.name_of(parameter)
+        if not self._has_begun:  # the module may have been wrapped since
+            optimizer = steps.optimizer()
+            _check_reduction([] if optimizer is None else parameters_of([optimizer]))
+            self._has_begun = True
         # Outside of a backward FSDP2 may call it, for the last gradients.
         if current_graph_task() >= 0 and retains_graph():
             raise UnsupportedError(
-                f"the gradient of {name} cannot be released in a backward with `retain_graph=True` or "
-                "`create_graph=True`: another backward through the same graph reads the parameter. Run the last "
+                f"the gradient of {steps.name_of(parameter)} cannot be released in a backward with `retain_graph=True` "
+                "or `create_graph=True`: another backward through the same graph reads the parameter. Run the last "
                 "backward without, and with several before it say release_gradients(..., accumulates=True)."
             )
         if steps.is_done(parameter):
             raise UnsupportedError(
-                f"the gradient of {name} is complete for a second time, and its parameter has stepped on the first. "
-                "Call `optimizer.step()` after each backward; with several backwards for a step say "
-                "release_gradients(..., accumulates=True) and last_microbatch(). After a backward that has failed in "
-                "the middle, load a checkpoint: some parameters have made its step."
+                f"the gradient of {steps.name_of(parameter)} is complete for a second time, and its parameter has "
+                "stepped on the first. Call `optimizer.step()` after each backward; with several backwards for a step "
+                "say release_gradients(..., accumulates=True) and last_microbatch(). After a backward that has failed "
+                "in the middle, load a checkpoint: some parameters have made its step."
             )
 
     def _tombstone(self, steps: PartialSteps, parameter: Tensor) -> ReleasedGradient:
@@ -198,17 +239,12 @@ class GradientRelease:
 
     # ------------------------------------------------------------------------------------------- the user's `step()`
 
-    def check_step(self, closure: object) -> None:
+    def check_step(self) -> None:
         """Raise if a user's `step()` cannot follow.
 
         Raises:
-            UnsupportedError: It has a closure, or would find that nothing was released.
+            UnsupportedError: It would find that nothing was released.
         """
-        if closure is not None:
-            raise UnsupportedError(
-                f"{self._of}.step(closure): the closure's backward would step within the step. Run forward and "
-                "backward before it, and call `step()` without arguments."
-            )
         if self._norms is not None or not self._is_last:
             what = "last_microbatch() was not called" if self._norms is None else "clip_norm() was not called"
             raise UnsupportedError(f"{self._of}.step(): {what} before the last backward, so it released nothing.")
@@ -217,6 +253,7 @@ class GradientRelease:
         """Take note that a user's `step()` is over."""
         self._most_norm = None
         self._is_last = not self._accumulates
+        self._waiting.forget()
         self._watch(optimizer)  # parameters that were added since
 
 
@@ -233,6 +270,7 @@ class ReleasingHook:
         self._release = ref(release)
         self.frees_gradient = frees_gradient
 
+    @outside_graphs
     def __call__(self, parameter: Tensor) -> None:
         """Release the gradient."""
         own = self._release()
@@ -256,6 +294,7 @@ def release_gradients(
     *,
     accumulates: bool = False,
     clip_value: float | None = None,
+    batch_bytes: int | None = None,
 ) -> GradientRelease:
     """Let each parameter step when its gradient is complete in the backward, and free the gradient.
 
@@ -277,6 +316,9 @@ def release_gradients(
         accumulates: Whether several backwards come before each step. Only the last one releases, and
             `last_microbatch()` says before it that it is the last.
         clip_value: As of `clip_grad_value_`: the most that an element of a gradient may be, in both directions.
+        batch_bytes: Gradients wait until so many bytes have come together, and then step and go together. Fewer and
+            larger parts take less time, and need so many bytes more. A thousandth of the bytes of all parameters if not
+            given, so that biases and norms wait for matrices, and 0 if state is in a store; with 0 none waits.
 
     Raises:
         UnsupportedError: The step of this optimizer cannot be made in parts; a hook runs before its step; the model is
@@ -285,12 +327,9 @@ def release_gradients(
     check_flags(accumulates=accumulates)
     if clip_value is not None and not clip_value > 0:
         raise UnsupportedError(f"clip_value={clip_value!r}: expected a number above 0.")
-    if any(map(is_data_parallel, model.modules())):
-        raise UnsupportedError(
-            "release_gradients: the model is a DistributedDataParallel. It reduces gradients in buckets, after this "
-            "could step, and its buckets keep the memory of all gradients from step to step. FSDP2 (`fully_shard`) "
-            "reduces shard by shard, and is supported."
-        )
+    if batch_bytes is not None and (not isinstance(batch_bytes, int) or batch_bytes < 0):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        raise UnsupportedError(f"batch_bytes={batch_bytes!r}: expected a number of bytes, 0 or more.")
+    _check_reduction(parameters_of([optimizer]))
     steps = partial_steps(optimizer)
     try:
         if steps.release is not None:
@@ -307,11 +346,23 @@ def release_gradients(
                 "whose gradients are released."
             )
         steps.names |= {id(one): name for name, one in model.named_parameters()}
-        steps.release = GradientRelease(steps, optimizer, accumulates=accumulates, clip_value=clip_value)
+        steps.release = GradientRelease(
+            steps, optimizer, accumulates=accumulates, clip_value=clip_value, batch_bytes=batch_bytes
+        )
     except BaseException:
         steps.end()
         raise
     return steps.release
+
+
+def _check_reduction(parameters: Sequence[Tensor]) -> None:
+    if is_reduced_in_buckets(parameters):
+        raise UnsupportedError(
+            "release_gradients: a DistributedDataParallel has these parameters. It reduces gradients in "
+            "buckets, after they could step, and its buckets keep the memory of all gradients from step to step: with "
+            "`gradient_as_bucket_view=True` they are the gradients, and there is nothing more to free. FSDP2 "
+            "(`fully_shard`) reduces shard by shard, and is supported."
+        )
 
 
 def _is_released(parameter: Tensor) -> bool:

@@ -68,7 +68,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     memo: dict[int, Any] = {id(one): _small(one) for one in parameters_of([optimizer])}
     twin = object.__new__(type(optimizer))
     attributes = {name: one for name, one in vars(optimizer).items() if name not in _OURS and "_hooks" not in name}
-    vars(twin).update(copy.deepcopy(attributes, memo))
+    vars(twin).update(copy.deepcopy(attributes, memo), **{name: {} for name in vars(optimizer) if "_hooks" in name})
     twin.state = defaultdict(dict)
     twin.param_groups = []
     for group in optimizer.param_groups:

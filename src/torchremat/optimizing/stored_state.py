@@ -82,7 +82,7 @@ def _full(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": full}
 
 
-def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 1024) -> OptimizerOffload:
+def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2**15) -> OptimizerOffload:
     """Keep the state of an optimizer in a store, and bring each parameter's state back for its part of the step.
 
     The training loop stays as it is, and each step is bit for bit the plain one, unless the store is lossy.
@@ -92,19 +92,19 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 10
 
     >>> import torch
     >>> from torchremat import Host
-    >>> model = torch.nn.Linear(512, 1)
+    >>> model = torch.nn.Linear(8192, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> host = Host()
     >>> with offload_optimizer(optimizer, host):
-    ...     model(torch.ones(3, 512)).sum().backward()
+    ...     model(torch.ones(3, 8192)).sum().backward()
     ...     optimizer.step()
-    ...     host.statistics.stored_bytes  # two averages of 512 floats
-    4096
+    ...     host.statistics.stored_bytes  # two averages of 8192 floats
+    65536
 
     Args:
         optimizer: A plain one, not one around others. Its step may have been called before.
         store: Such as `Host()`, `Disk()` or `Tiers(...)`. `Compressed` with a lossy codec makes the state lossy.
-        min_bytes: Smaller tensors stay in memory.
+        min_bytes: Smaller tensors stay in memory: those of biases and norms take longer to hand over than to write.
 
     Raises:
         UnsupportedError: The step of this optimizer cannot be made in parts; `store` is not a store; its state is in

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.sharding import Shard, all_shards, is_dtensor
 from torchremat.errors import UnsupportedError
 from torchremat.state.containers import Dict
@@ -141,6 +142,7 @@ def listen_to_optimizers() -> None:
     register_optimizer_step_post_hook(_stepped)  # See NOTE [ Optimizers that bump no version ]
 
 
+@outside_graphs
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
     written = [
         parameter

@@ -1,0 +1,89 @@
+"""Losses that a `GradScaler` has scaled, seen before the first parameter of their backward steps.
+
+A scaler skips the step if one gradient is not finite, which is known when all are complete; a parameter that steps in
+the backward steps on scaled gradients before that. Nothing in a backward tells a scaled loss: it is a product like any
+other. So while gradients are released, `scale` of scalers marks the node of each loss that it returns, and a backward
+that begins at such a node is known by it. It is the method that all scalers have: that of torch's class and of every
+class derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, cast
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+
+_had: list[tuple[type, Callable[..., object], Callable[..., object]]] = []  # class, its own `scale`, ours
+_watching: set[object] = set()
+_tasks: set[int] = set()
+
+
+def watch_scalers(owner: object) -> Callable[[], object]:
+    """Mark losses that are scaled, until `owner` is gone or the result is called.
+
+    The classes of scalers are as they were when nothing watches any more.
+    """
+    watch = object()
+    _watching.add(watch)
+    done = {kind for kind, *_ in _had}
+    for kind in _kinds(torch.amp.GradScaler):
+        if "scale" in vars(kind) and kind not in done:
+            plain = cast("Callable[..., object]", vars(kind)["scale"])
+            _had.append((kind, plain, _marking(plain)))
+            cast("Any", kind).scale = _had[-1][2]
+    end = finalize(owner, _unwatch, watch)
+    end.atexit = False
+    return end
+
+
+def _unwatch(watch: object) -> None:
+    _watching.discard(watch)
+    while _had and not _watching:
+        kind, plain, ours = _had.pop()
+        if vars(kind)["scale"] is ours:
+            cast("Any", kind).scale = plain
+
+
+def is_scaled() -> bool:
+    """Return whether the running backward is that of a scaled loss."""
+    return bool(_tasks) and current_graph_task() in _tasks
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)
+
+
+def _marking(scale: Callable[..., object]) -> Callable[..., object]:
+    @wraps(scale)
+    def marked(self: torch.amp.GradScaler, outputs: object) -> object:
+        scaled = scale(self, outputs)
+        if self.is_enabled() and _watching:
+            for one in _tensors(scaled):
+                if one.grad_fn is not None:
+                    one.grad_fn.register_prehook(_begin)
+        return scaled
+
+    return marked
+
+
+def _tensors(scaled: object) -> list[Tensor]:
+    if isinstance(scaled, Tensor):
+        return [scaled]
+    # An iterator can be read once, and by the user.
+    inner = cast("Iterable[object]", scaled) if isinstance(scaled, list | tuple) else ()
+    return [found for one in inner for found in _tensors(one)]
+
+
+def _begin(_: object) -> None:
+    task = current_graph_task()
+    if task not in _tasks:
+        _tasks.add(task)
+        at_end_of_backward(lambda: _tasks.discard(task))
