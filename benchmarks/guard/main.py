@@ -147,8 +147,8 @@ def under_limits(name: str, make: Make, shares: tuple[float, ...]) -> list[dict[
     for share in shares:
         model, step = make()
         torch.manual_seed(9)
-        row = {"model": name, "plain_bytes": plain.peak_bytes, "share": share}
-        with guarded(model, step, limit_bytes=int(share * plain.peak_bytes)) as (guarded_step, limited):
+        row = {"model": name, "plain_bytes": plain.trace.peak_bytes, "share": share}
+        with guarded(model, step, limit_bytes=int(share * plain.trace.peak_bytes)) as (guarded_step, limited):
             try:
                 loss = guarded_step()
             except torchremat.GuardError:

@@ -9,8 +9,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from optimizing.loops import Loop, equal, loss_of, net
+from probes.optimizing import scaled_losses
 from torchremat import UnsupportedError, release_gradients
-from torchremat.optimizing import scaled_losses
 
 
 class Own(GradScaler):

@@ -9,9 +9,8 @@ from optimizing.loops import KINDS, Lion, Loop, equal, loss_of, net
 from optimizing.test_plans import loss_of as loss_of_gpt
 from optimizing.test_plans import measured_peak, trained
 from probes.memory import record_allocations
+from probes.optimizing import ReleasedGradient, counted, share_of
 from torchremat import UnsupportedError, release_gradients
-from torchremat.optimizing.tombstones import ReleasedGradient
-from torchremat.optimizing.waiting_gradients import counted, share_of
 
 
 def released(batch_bytes):

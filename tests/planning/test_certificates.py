@@ -9,6 +9,7 @@ from torch import nn
 
 import models
 import torchremat
+from planning import steps
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.bounds.plain_step import Unseen, plain_step
@@ -36,6 +37,7 @@ def step_bytes(planner):
 
 
 def seen(step, model, cost="flops", profile=None):
+    profile = profile or steps.profile(model, step).blocks
     return plain_step(subject_of(step, model, None), Here(CPU), cost, profile=profile, peak_bytes=0)
 
 
@@ -113,11 +115,10 @@ def test_a_step_that_ran_other_operators_than_the_profile_takes_as_long():
 
 
 def test_a_step_that_does_not_fit_is_not_run(monkeypatch):
-    machine = Here(CPU)
+    machine, profile = Here(CPU), steps.profile(*tiny()).blocks
     monkeypatch.setattr(machine, "free_bytes", lambda: 10)
-    found = plain_step(
-        subject_of(lambda model: 1 / 0, nn.Linear(2, 2), None), machine, "flops", profile=None, peak_bytes=11
-    )
+    subject = subject_of(lambda model: 1 / 0, nn.Linear(2, 2), None)
+    found = plain_step(subject, machine, "flops", profile=profile, peak_bytes=11)
 
     assert isinstance(found, Unseen) and "does not fit into memory" in found.reason
 

@@ -390,7 +390,7 @@ def watched_trees(monkeypatch, failing=0):
 def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
     whole = profile_of(model, step).blocks
-    monkeypatch.setattr(profiling, "_fits", lambda *_: False)
+    monkeypatch.setattr(profiling._Profiling, "fits", lambda *_: False)
     trees = watched_trees(monkeypatch)
 
     pair = profile_of(model, step)

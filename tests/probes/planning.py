@@ -27,6 +27,7 @@ from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import UnitCosts
 from torchremat.planning.profiles.scaling import scaled
+from torchremat.planning.profiles.step_seconds import SteppingSeconds
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
 from torchremat.planning.roots import fitted
@@ -48,6 +49,7 @@ from torchremat.planning.simulator.parts import PartsSimulator, recomputed_ahead
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.planning.stepping import ways_of_stepping
 from torchremat.planning.store_profiles import sizes as store_sizes
 from torchremat.planning.store_profiles.sizes import weighed
 from torchremat.regions.offload_schedule import OffloadSchedule

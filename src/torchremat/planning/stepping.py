@@ -48,6 +48,9 @@ class Stepping:
 
 PLAIN_STEPPING = Stepping()
 
+# Of a tensor of the state that goes to the store: a budget that asks for it counts small ones too.
+_LEAST_BYTES = 2**10
+
 
 def ways_of_stepping(*, releases: object, stores: bool) -> tuple[Stepping, ...]:
     """Return the ways of stepping that the options of a plan allow, in the order of the seconds that they add.
@@ -96,10 +99,10 @@ class SteppingHandles:
             return
         with ExitStack() as undo:
             if self._stepping.releases:
-                self._handles.append(release_gradients(model, optimizer))
+                self._handles.append(release_gradients(model, optimizer, batch_bytes=0))  # exact bytes
             undo.callback(self.remove)
             if self._stepping.stores and self._store is not None:
-                self._handles.append(offload_optimizer(optimizer, self._store))
+                self._handles.append(offload_optimizer(optimizer, self._store, min_bytes=_LEAST_BYTES))
             undo.pop_all()
 
     def remove(self) -> None:

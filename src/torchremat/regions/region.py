@@ -124,11 +124,12 @@ class Region(Recomputable):
     ) -> object:
         recording, settings = self.recording, self.settings
         number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
-        given = given or self._given(args, kwargs, last)
-        tensors = given.tensors
+        if given is None:
+            found, objects = list[Tensor](), list[object]()
+            template = split_call(args, kwargs, found, objects)
+            given = CallArguments(template, found, [], recording.inputs.take(found, last=last), objects=objects)
         recording.inputs.held += given.held
-        call = Call(body, given.template, given.sources, ref(self))
-        observer = self.settings.observer
+        tensors, call, observer = given.tensors, Call(body, given.template, given.sources, ref(self)), settings.observer
         if observer is not None:
             held = [call.sources.index(one) for one in range(first_held, len(recording.inputs.held))]
             observer.holds(self, number, held)
@@ -190,12 +191,6 @@ class Region(Recomputable):
         if not last:
             recording.inputs.made(output, number)
         return output
-
-    def _given(self, args: tuple[object, ...], kwargs: dict[str, object], last: bool) -> CallArguments:
-        tensors: list[Tensor] = []
-        objects: list[object] = []
-        template = split_call(args, kwargs, tensors, objects)
-        return CallArguments(template, tensors, [], self.recording.inputs.take(tensors, last=last), objects=objects)
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:

@@ -144,11 +144,11 @@ class Solver:
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees: all of them for few units, those with few regions or long strides for many."""
-        is_long = len(self.chain.stages) > _MOST_UNIFORM
+        # Judging a long loop takes long, and of equal steps the tables have most of these trees too.
+        is_long = len(self.chain.stages) > _MOST_UNIFORM or bool(self.loops)
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
-        # Of equal steps the tables have these trees too, and judging a long loop takes long.
-        chosen = chosen if self.hand_made and not self.loops else chosen[:_ALWAYS]
+        chosen = chosen if self.hand_made else chosen[:_ALWAYS]
         self.search_budget.tell("judging")
         judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
         return tuple(self.judged(expanded(tree, self.stages)) for tree in judged)
