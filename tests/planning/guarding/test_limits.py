@@ -1,5 +1,6 @@
 """Limits that are real: of a process's address space, and of CUDA's allocator."""
 
+import gc
 import json
 import os
 import subprocess
@@ -62,6 +63,8 @@ def test_an_allocator_with_a_limit():
         return model(x).square().mean()
 
     device = torch.device("cuda")
+    gc.collect()
+    other_bytes = torch.cuda.memory_allocated()  # of tests before
     x = torch.randn(400_000, 32, device=device)  # 49 MiB in each of some thirty tensors
     model = normed(blocks=4).to(device)
     torch.manual_seed(9)
@@ -75,7 +78,8 @@ def test_an_allocator_with_a_limit():
     torch.manual_seed(9)
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.6 * peak_bytes / total_bytes)
+    limit_bytes = other_bytes + 0.6 * (peak_bytes - other_bytes)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
     try:
         with guard(model, step) as run:
             loss = run(x)
