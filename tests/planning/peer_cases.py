@@ -1,6 +1,7 @@
 """What two processes, or four, do with one model in each of them."""
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import count
 from threading import Timer
@@ -17,8 +18,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from logs import Hidden
+from planning.steps import profile, traced_peak, under
 from probes.memory import record_allocations
-from probes.planning import Here, profiling
+from probes.planning import Here, KeepNode, evaluate, flow_of, options_with, predict, profiling
 from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
 
 WIDTH = 32
@@ -178,11 +180,29 @@ def a_step_that_reduces_nothing():
         model = sharded(**options)
         model.set_requires_gradient_sync(False)
         for _ in range(2):
-            planner = Planner(model, step, cost="flops")  # the same plan each time
+            planner = Planner(model, step)
             for size in ("100%", planner.floor_bytes):
                 chosen = verified(model, planner.plan(size))
             assert chosen.recomputed_calls > 0
             step(model).backward()  # from now on there are gradients
+
+
+def a_block_kept_in_part_recomputes_when_its_sharded_weight_is_asked_for():
+    # Without reduction gradients are added up in place, so they are gone before another tensor of the block is asked
+    # for. The weight of its last product is asked for first, and was taken to be there.
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        own = profile(model, step).blocks
+        blocks = range(1, 5)
+        gelu = [(evaluate(flow_of(own, "flops", unit), {2}),) if unit in blocks else () for unit in range(6)]
+        (options,) = options_with([own], tuple(gelu), "flops")
+        kept = replace(own, options=options)
+        for unit in blocks:
+            tree = tuple(KeepNode(one, int(one == unit)) for one in range(6))
+            with under(model, kept, tree):
+                assert traced_peak(model, step) == predict(kept, tree).peak_bytes, unit
+        step(model).backward()
 
 
 def verify_compares_gradients_that_are_not_reduced():
@@ -427,6 +447,7 @@ CASES = {
         planning_leaves_what_is_added_up,
         planning_leaves_what_is_not_summed_over_replicas,
         a_step_that_reduces_nothing,
+        a_block_kept_in_part_recomputes_when_its_sharded_weight_is_asked_for,
         verify_compares_gradients_that_are_not_reduced,
         frees_of_gloo_are_seen,
         memory_that_gloo_still_holds_is_waited_for,

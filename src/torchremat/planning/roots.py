@@ -50,6 +50,13 @@ def by_shard(units: Units, tree: Tree) -> Tree:
     return tuple(_parted(tree, [_shard_of(unit, units.trace.sharded) for unit in units.units]))
 
 
+def has_shards(units: Units, unit: int) -> bool:
+    """Return whether FSDP2 has sharded parameters of a unit: a region keeps none of them for its backward."""
+    own, sharded = units.units[unit], units.trace.sharded
+    inside = any(one.startswith(f"{name}.") for one in sharded for name, _ in own.keys)
+    return inside or bool(_shard_of(own, sharded))
+
+
 def _astray(keys: Iterable[Keys]) -> frozenset[Key]:
     """Return the calls that are in several different rows: a region in one row would be another in the next."""
     known: dict[Key, Keys] = {}

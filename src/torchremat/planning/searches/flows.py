@@ -1,7 +1,7 @@
 """The operators of a step's forward as a dataflow: all of it, or one unit.
 
     value                               needed          holdable
-    parameter, leaf that requires grad  as it is        yes, it exists anyway
+    parameter, leaf that requires grad  as it is        yes, it exists anyway; no if FSDP2 has sharded it
     input of the unit                   as it is        yes, a region holds it
     other tensor from outside           as it is        no: no region can hand it back
     made by an operator                 as it is        unless it is written to later
@@ -21,6 +21,7 @@ from statistics import median
 
 from torchremat.planning.profiles.operators import Run, SavedValue
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.roots import has_shards
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 
@@ -101,6 +102,7 @@ def _values(
     own = None if unit is None else profile.units.units[unit]
     inputs = set(() if own is None else own.inputs)
     outputs = set(() if own is None else own.outputs)
+    leaves_stay = unit is None or not has_shards(profile.units, unit)
     for number in numbers:
         value = log.values[number]
         boundary = log.storages.get(value.storage, -1)
@@ -108,7 +110,8 @@ def _values(
             holdable, size = not value.is_overwritten, 0 if boundary in outputs else value.size_bytes
         else:
             # See NOTE [ Memory that is not the allocator's ].
-            holdable, size = value.is_leaf or boundary in inputs, 0 if value.is_foreign else value.size_bytes
+            holdable = (value.is_leaf and leaves_stay) or boundary in inputs
+            size = 0 if value.is_foreign else value.size_bytes
         yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
 
 
