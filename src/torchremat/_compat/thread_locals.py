@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from torchremat._compat.binding import private
@@ -22,11 +23,11 @@ from torchremat.errors import VersionError
 # if the interpreter is shutting down meanwhile, the process is aborted. So a key is removed. A torch that cannot do so
 # (before https://github.com/pytorch/pytorch/pull/182083) gets None in its place.
 
-_SESSION = "a session"
+_bind = partial(private, needed_for="a session")
 
-_stash = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for=_SESSION))
-get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for=_SESSION))
-is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for=_SESSION))
+_stash: Callable[[str, object], None] = _bind("_C._stash_obj_in_tls")
+get_from_tls: Callable[[str], object] = _bind("_C._get_obj_in_tls")
+is_in_tls: Callable[[str], bool] = _bind("_C._is_key_in_tls")
 
 
 def _stash_referenced(key: str, value: object, /) -> None:
@@ -49,7 +50,7 @@ def _bound() -> tuple[Callable[[str, object], None], Callable[[str], None]]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
         stash = _stash_referenced
     try:
-        remove = cast("Callable[[str], None]", private("_C._remove_obj_from_tls", needed_for=_SESSION))
+        remove: Callable[[str], None] = _bind("_C._remove_obj_from_tls")
     except VersionError:
         remove = _stash_none
         stash(key, None)

@@ -77,15 +77,6 @@ def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if repeated else stride for stride, repeated in zip(packed, repeats, strict=True))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a strided tensor has each byte of its stretch of memory once, in whatever order."""
-    shape, strides = tensor.shape, tensor.stride()
-    return tensor.is_contiguous() or all(
-        size == 1 or stride == packed
-        for size, stride, packed in zip(shape, strides, _packed(shape, strides), strict=True)
-    )
-
-
 def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
     """Return the strides of a tensor without gaps whose dimensions are ordered as `strides` orders them."""
     packed, step = [0] * len(shape), 1

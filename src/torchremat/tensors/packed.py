@@ -38,8 +38,8 @@ from torchremat._compat.compiled_autograd import (
     register_black_box,
     remember_stand_in,
     reuses_memory,
-    traced_as,
 )
+from torchremat._compat.dynamo import traced_as
 from torchremat.errors import UnsupportedError
 from torchremat.tensors.metadata import Metadata, metadata_of
 
