@@ -13,10 +13,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from torchremat.pipeline.skip.inspection import inspect_skip_layout
 from torchremat.pipeline.skip.layouts import Key, SkipLayout
@@ -26,20 +27,16 @@ from torchremat.tensors.structure import join, split
 T = TypeVar("T")
 
 
-class _Context(Protocol):
-    pass
-
-
 class Enter(torch.autograd.Function):
     """Gives a layer its input: a non-leaf tensor, since a layer may write to it in place, without a graph."""
 
     @staticmethod
-    def forward(ctx: _Context, phony: Tensor, holder: list[Tensor]) -> Tensor:
+    def forward(ctx: FunctionCtx, phony: Tensor, holder: list[Tensor]) -> Tensor:
         """Return the tensor in `holder`, which autograd does not see; `phony` makes it require grad."""
         return holder[0].detach()
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[None, None]:
         """Drop the gradient; computing it was the layer's part."""
         return None, None
 
