@@ -1,4 +1,4 @@
-"""The capabilities of each kind of device. Only this file and `begun_devices` ask torch about a kind of device.
+"""The capabilities of each kind of device. Only this file asks torch about a kind of device.
 
     kind     streams and events   memory counted by torch   allocations recorded          pinned memory
     cpu      one order            no                        by torch's profiler           needs none
@@ -372,3 +372,27 @@ def record_stream(tensor: Tensor, stream: Stream) -> None:
     # For a view, torch would record an address inside of the block, which its allocator does not know.
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     whole.record_stream(stream)
+
+
+def accelerators() -> list[Accelerator]:
+    """Return the kinds of devices, other than the CPU, that this process has begun to use."""
+    # Others, for example MPS, have one device and another generator interface, which only tensors ask for.
+    begun = {"cuda": torch.cuda.is_initialized, "xpu": torch.xpu.is_initialized}
+    return [accelerator_of(torch.device(kind)) for kind, has_begun in begun.items() if has_begun()]
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the devices, other than the CPU, that this process has begun to use."""
+    return [device for accelerator in accelerators() for device in accelerator.in_use()]
+
+
+def counting_devices() -> list[torch.device]:
+    """Return this machine's accelerators whose allocator counts bytes; none if it has no such accelerator."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = None if current is None else accelerator_of(current)
+    return accelerator.devices() if accelerator is not None and accelerator.counts else []
+
+
+def current_devices() -> list[torch.device]:
+    """Return the current device of each kind, other than the CPU, that this process has begun to use."""
+    return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]

@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.begun_devices import counting_devices
+from torchremat._compat.accelerators import accelerator_of, counting_devices
 from torchremat.errors import PipelineError
 from torchremat.pipeline.streams import normalised
 

@@ -57,7 +57,7 @@ class Recorder:
         self.step = 0
         self._lock = Lock()  # only for the zeros: appending to a list is thread-safe without it
         self._zeros: dict[torch.device, _Zero] = {}
-        self._taken: list[_Taken] = []
+        self._taken: list[_TakenEvent] = []
         self._start_s = perf_counter()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -113,7 +113,7 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _TakenEvent:
     """An event from `start` to `end`: readings of the clock, or marks on a stream of a device with a `zero`."""
 
     stage: int
@@ -138,23 +138,23 @@ class _Taken:
 
 
 @contextmanager
-def _on_cpu(taken: list[_Taken], stage: int, microbatch: int, kind: Kind) -> Generator[None]:
+def _on_cpu(taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind) -> Generator[None]:
     start = perf_counter()
     try:
         yield
     finally:
-        taken.append(_Taken(stage, microbatch, kind, start, perf_counter()))
+        taken.append(_TakenEvent(stage, microbatch, kind, start, perf_counter()))
 
 
 @contextmanager
 def _on_stream(
-    taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
+    taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
 ) -> Generator[None]:
     start = _mark(stream)
     try:
         yield
     finally:
-        taken.append(_Taken(stage, microbatch, kind, start, _mark(stream), zero))
+        taken.append(_TakenEvent(stage, microbatch, kind, start, _mark(stream), zero))
 
 
 def _mark(stream: torch.Stream) -> torch.Event:

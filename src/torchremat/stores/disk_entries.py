@@ -43,18 +43,7 @@ class State(Enum):
 class Entry:
     """One tensor of a disk writer. All but `source` and `ahead` change only under the disk writer's lock."""
 
-    __slots__ = (
-        "ahead",
-        "changed",
-        "checksum",
-        "content",
-        "extents",
-        "is_own",
-        "mover",
-        "restarts",
-        "source",
-        "state",
-    )
+    __slots__ = ("ahead", "changed", "checksum", "content", "extents", "is_own", "mover", "restarts", "source", "state")
 
     def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
         self.content = content
