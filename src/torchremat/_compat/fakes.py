@@ -13,12 +13,18 @@ import torch
 
 from torchremat._compat.autograd import current_node
 from torchremat._compat.binding import private
-from torchremat._compat.modes import EagerMode, set_infrastructure_mode, unset_infrastructure_mode
+from torchremat._compat.modes import (
+    Args,
+    EagerMode,
+    Kwargs,
+    Operation,
+    Types,
+    set_infrastructure_mode,
+    unset_infrastructure_mode,
+)
 from torchremat._compat.tensors import is_dense, storage_uses, tensor_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
 _bind = partial(private, needed_for="planning without running")
@@ -138,13 +144,7 @@ def counts_of_one() -> tuple[int, int]:
     found: list[tuple[int, int]] = []
 
     class Probe(EagerMode):
-        def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: tuple[type, ...],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object:
+        def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
             if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 found.append(_counts(args))
             return func(*args, **(kwargs or {}))

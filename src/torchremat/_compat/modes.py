@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 
@@ -129,6 +129,12 @@ def _packed(began: Began, pack: Callable[[Tensor], object], tensor: Tensor) -> o
     return pack(tensor)
 
 
+# The arguments of the method by which a mode sees what is called.
+Operation: TypeAlias = Callable[..., object]
+Types: TypeAlias = tuple[type, ...]
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = Mapping[str, object] | None
+
 if TYPE_CHECKING:
 
     class DispatchMode:
@@ -137,11 +143,7 @@ if TYPE_CHECKING:
         def __enter__(self) -> Self: ...
         def __exit__(self, *error: object) -> None: ...
         def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: tuple[type, ...],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
+            self, func: Operation, types: object, args: Args = (), kwargs: Kwargs = None
         ) -> object: ...
 
 else:

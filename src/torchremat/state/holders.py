@@ -49,8 +49,8 @@ class Holder(ABC):
         return self
 
 
-class Container(Holder):
-    """A list, deque, set or bytearray."""
+class _OfItem(Holder):
+    """A holder that is not the object itself."""
 
     __slots__ = ("_item",)
 
@@ -61,6 +61,12 @@ class Container(Holder):
     def item(self) -> object:
         """The object."""
         return self._item
+
+
+class Container(_OfItem):
+    """A list, deque, set or bytearray."""
+
+    __slots__ = ()
 
     def read(self) -> object:
         """Return its current contents."""
@@ -214,19 +220,14 @@ class ClassData(Holder):
                 type.__setattr__(self._kind, name, before)
 
 
-class Slots(Holder):
+class Slots(_OfItem):
     """The attributes of an object whose class has `__slots__`."""
 
-    __slots__ = ("_item", "_names")
+    __slots__ = ("_names",)
 
     def __init__(self, item: object, names: list[str]) -> None:
-        self._item = item
+        super().__init__(item)
         self._names = names
-
-    @property
-    def item(self) -> object:
-        """The object."""
-        return self._item
 
     @staticmethod
     def of(item: object) -> Slots | None:
@@ -287,19 +288,14 @@ _FOREIGN: dict[type, _ForeignKind] = {
 FOREIGN = tuple(_FOREIGN)
 
 
-class Foreign(Holder):
+class Foreign(_OfItem):
     """An object whose state lives outside of Python: an array, or random numbers of Python or NumPy."""
 
-    __slots__ = ("_item", "_kind")
+    __slots__ = ("_kind",)
 
     def __init__(self, item: object) -> None:
-        self._item = item
+        super().__init__(item)
         self._kind = next(kind for base, kind in _FOREIGN.items() if isinstance(item, base))
-
-    @property
-    def item(self) -> object:
-        """The object."""
-        return self._item
 
     @classmethod
     def of(cls, item: object) -> Foreign | None:

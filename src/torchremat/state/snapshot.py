@@ -31,21 +31,16 @@ _NOTHING_HELD = torch.empty(0)
 class _Graphed:
     """The stand-in for a tensor that has a graph. See NOTE [ A snapshot holds no graph ]."""
 
-    __slots__ = ("_alias", "_tensor")
+    __slots__ = ("_tensor", "alias")
 
     def __init__(self, tensor: Tensor, *, holds: bool) -> None:
         self._tensor: ReferenceType[Tensor] = ref(tensor)
-        self._alias = tensor.detach() if holds else _NOTHING_HELD
-
-    @property
-    def alias(self) -> Tensor:
-        """The alias, of the same version."""
-        return self._alias
+        self.alias = tensor.detach() if holds else _NOTHING_HELD  # of the same version
 
     def shown(self) -> Tensor:
         """Return the tensor, or one like it."""
         tensor = self._tensor()
-        return self._alias.detach().requires_grad_() if tensor is None else tensor
+        return self.alias.detach().requires_grad_() if tensor is None else tensor
 
 
 class Snapshot:
