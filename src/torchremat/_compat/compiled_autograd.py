@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -19,9 +20,6 @@ from torch import Tensor
 from torchremat._compat.binding import private
 from torchremat._compat.dynamo import backend_name
 from torchremat._compat.tensors import storage_uses
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 _bind = partial(private, needed_for="unpacking under compiled autograd")
 # Only `isinstance` differs from that of ordinary classes: a compiler's stand-in for an object passes.

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, wraps
 from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.autograd import current_node
 from torchremat._compat.binding import private
@@ -23,9 +24,6 @@ from torchremat._compat.modes import (
     unset_infrastructure_mode,
 )
 from torchremat._compat.tensors import is_dense, storage_uses, tensor_uses
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _bind = partial(private, needed_for="planning without running")
 

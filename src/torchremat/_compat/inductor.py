@@ -78,10 +78,7 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
     backward = bound(_PARTITIONERS, "reordering_to_mimic_autograd_engine")(backward)
     raise_getitems = bound("torch._functorch.compile_utils", "raise_getitems")
     thread = bound(_PARTITIONERS, "thread_graphsafe_rng_from_hops")
-    return (
-        thread(raise_getitems(forward), is_backward=False),
-        thread(raise_getitems(backward), is_backward=True),
-    )
+    return (thread(raise_getitems(forward), is_backward=False), thread(raise_getitems(backward), is_backward=True))
 
 
 def is_incoming(node: Node) -> bool:
@@ -161,10 +158,7 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
         compiler = bound("torch._dynamo.backends.debugging", "boxed_nop")
         return {
             "backend": made(
-                fw_compiler=compiler,
-                bw_compiler=compiler,
-                partition_fn=partition,
-                keep_inference_input_mutations=True,
+                fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
             )
         }
     raise VersionError(

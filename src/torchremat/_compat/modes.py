@@ -10,13 +10,10 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.binding import private
 from torchremat._compat.dynamo import outside_graphs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _bind = partial(private, needed_for="restoring the modes around a recompute")
 _count_function_modes: Callable[[], int] = _bind("_C._len_torch_function_stack")
@@ -143,7 +140,7 @@ if TYPE_CHECKING:
         def __enter__(self) -> Self: ...
         def __exit__(self, *error: object) -> None: ...
         def __torch_dispatch__(
-            self, func: Operation, types: object, args: Args = (), kwargs: Kwargs = None
+            self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None
         ) -> object: ...
 
 else:

@@ -8,18 +8,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import cache, partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchremat._compat.binding import private
 from torchremat.frames import running
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # NOTE [ What FSDP2 does to a parameter ]
 #

@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import Node
 from torch.utils import _pytree
 
 from torchremat._compat.binding import private
-
-if TYPE_CHECKING:
-    from torch import UntypedStorage
-    from torch.autograd.graph import Node
-
 
 tensor_uses: Callable[[Tensor], int] = private("Tensor._use_count", needed_for="spill")
 storage_uses: Callable[[int], int] = private("_C._storage_Use_Count", needed_for="spill")

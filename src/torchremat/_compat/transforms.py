@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchremat._compat.binding import private
 from torchremat.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _Interpreter(Protocol):

@@ -159,8 +159,7 @@ Release = Annotated[
     typer.Option(help="Whether each parameter steps in the backward and frees its gradient; auto: if that helps."),
 ]
 OptimizerStore = Annotated[
-    str | None,
-    typer.Option(help="Where the optimizer's state may wait: disk or host. Give verify the same as plan."),
+    str | None, typer.Option(help="Where the optimizer's state may wait: disk or host. Give verify the same as plan.")
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[

@@ -21,14 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchremat.pipeline.dependency import Passing, passed, replaced, with_grad
-from torchremat.pipeline.streams import (
-    CpuStream,
-    Stream,
-    current_stream,
-    record_stream,
-    use_stream,
-    wait_stream,
-)
+from torchremat.pipeline.streams import CpuStream, Stream, current_stream, record_stream, use_stream, wait_stream
 
 
 def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:

@@ -171,10 +171,7 @@ def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
     title = f"{name}, " if name else ""
     if timeline.predicted is None:
         return [_chart(timeline, name=f"{title}step")]
-    return [
-        _chart(timeline, name=f"{title}measured: step"),
-        _chart(timeline.predicted, name=f"{title}predicted: step"),
-    ]
+    return [_chart(timeline, name=f"{title}measured: step"), _chart(timeline.predicted, name=f"{title}predicted: step")]
 
 
 def _chart(timeline: Timeline, *, name: str) -> GanttChart:

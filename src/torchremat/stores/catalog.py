@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -31,12 +31,10 @@ from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Schedule, Stored, as_in_memory
+from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
-
-if TYPE_CHECKING:
-    from torchremat.tensors.handles import Handle, Store
 
 
 class _UnfilledPuts(threading.local):

@@ -91,11 +91,7 @@ def plain_step(
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     flops = FlopCounter()
-    with (
-        machine.logged() as recorder,
-        subject.untouched(),
-        _PlainStepTracer(flops, machine.device, recorder) as log,
-    ):
+    with machine.logged() as recorder, subject.untouched(), _PlainStepTracer(flops, machine.device, recorder) as log:
         loss = subject.forward()
         log.in_backward = True
         run_backward(loss)

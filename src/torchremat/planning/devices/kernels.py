@@ -52,11 +52,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def intensity(
-    func: Operation,
-    args: Args,
-    kwargs: Mapping[str, object],
-    result: object,
-    made: list[Tensor],
+    func: Operation, args: Args, kwargs: Mapping[str, object], result: object, made: list[Tensor]
 ) -> tuple[int, int, torch.dtype]:
     """Return the flops of an operator, the bytes that it reads and writes, and the dtype that it computes in."""
     formula = formula_of(func)
@@ -89,12 +85,7 @@ class Kernels:
         return () if known is None else known.storage_bytes
 
     def kernel(
-        self,
-        func: Operation,
-        args: Args,
-        kwargs: Mapping[str, object],
-        result: object,
-        made: list[Tensor],
+        self, func: Operation, args: Args, kwargs: Mapping[str, object], result: object, made: list[Tensor]
     ) -> KernelCost:
         """Return the seconds and bytes of an operator: measured, or else by a roofline. A view costs nothing."""
         if not made and not is_mutable(func):

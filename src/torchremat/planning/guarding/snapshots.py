@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from weakref import ReferenceType
 
 import torch
@@ -24,10 +24,6 @@ from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.versioned import Versioned
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 
 # The objects that a step holds are searched in plain sight, as in `measuring.step`: its arguments, closure cells,
 # defaults, the globals that its code names, and, for a bound method, the attributes of its object that it names.
