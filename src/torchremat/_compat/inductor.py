@@ -70,7 +70,7 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
     """
     is_size = bound(_PARTITIONERS, "is_sym_node")
     inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_incoming(node)]
-    sizes = [node for node in joint.graph.nodes if is_size(node) and not _has_incoming_above(node)]
+    sizes = [node for node in joint.graph.nodes if is_size(node) and not any(map(is_incoming, node.all_input_nodes))]
     tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     forward, backward = bound(_PARTITIONERS, "_extract_fwd_bwd_modules")(
         joint, [*tensors, *saved], saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs
@@ -84,10 +84,6 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
 def is_incoming(node: Node) -> bool:
     """Return whether a node is an incoming gradient of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def _has_incoming_above(node: Node) -> bool:
-    return any(is_incoming(one) for one in node.all_input_nodes)
 
 
 def must_be_in_backward(node: Node) -> bool:
