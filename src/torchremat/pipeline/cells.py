@@ -61,13 +61,7 @@ def _recompute(region: ReferenceType[Region], around: Callable[[], AbstractConte
 def precede(
     region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Tensor]:
-    """Return a region's results behind a node that starts its recompute before their gradients have arrived.
-
-    Args:
-        region: The region.
-        tensors: Its results.
-        around: Returns a context for the recompute.
-    """
+    """Return a region's results behind a node that recomputes it, within `around()`, before their gradients are there."""
     return passed(Recompute, partial(_recompute, ref(region), around), tensors)
 
 

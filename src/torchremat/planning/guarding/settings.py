@@ -31,11 +31,6 @@ class GuardSettings:
     def check(self, model: nn.Module, plan: object, backward: object) -> None:
         """Raise if a setting is invalid, or if two settings are incompatible.
 
-        Args:
-            model: The model that is guarded.
-            plan: The `plan` argument.
-            backward: The argument that replaces `loss.backward()`.
-
         Raises:
             BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it.
             PlanError: `plan` is not a plan, or came together with `budget`.

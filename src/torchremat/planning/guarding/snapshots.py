@@ -35,10 +35,6 @@ from torchremat.tensors.versioned import Versioned
 def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -> None:
     """Refuse a step that takes its batch from an iterator.
 
-    Args:
-        step: The user's step.
-        objects: Its arguments that are not tensors.
-
     Raises:
         UnsupportedError: The step receives one, or holds one.
     """
