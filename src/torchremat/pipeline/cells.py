@@ -61,7 +61,7 @@ def _recompute(region: ReferenceType[Region], around: Callable[[], AbstractConte
 def precede(
     region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Tensor]:
-    """Return a region's results behind a node that recomputes it, within `around()`, before their gradients are there."""
+    """Return a region's results behind a node that recomputes it, in `around()`, before their gradients are there."""
     return passed(Recompute, partial(_recompute, ref(region), around), tensors)
 
 
