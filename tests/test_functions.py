@@ -5,7 +5,7 @@ import threading
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchremat._compat.functions import noted_functions, saving_function
+from torchremat._compat.autograd import noted_functions, saving_function
 
 
 class Doubled(torch.autograd.Function):

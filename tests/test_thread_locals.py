@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchremat import Session
-from torchremat._compat.thread_locals import get_from_tls, is_in_tls, remove_from_tls, stash_in_tls
+from torchremat._compat.autograd import get_from_tls, is_in_tls, remove_from_tls, stash_in_tls
 
 KEY = "torchremat.test"
 

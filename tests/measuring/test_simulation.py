@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat._compat.fakes import is_dense
+from torchremat._compat.tensors import is_dense
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.simulation import KernelCost, Simulation
 from torchremat.planning.devices.fakes import Fakes

@@ -7,7 +7,7 @@ import pytest
 from pipeline.making import timeline
 from probes.pipelines import PipelineEvent, pieces
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.timeline import Timeline, merge
+from torchremat.pipeline.timeline import Timeline
 
 
 def test_an_inner_event_takes_the_time_of_the_outer():
@@ -145,13 +145,3 @@ def test_a_timeline_that_is_none_says_all_that_is_wrong():
         "these events are not a timeline: F2.0 is of stage 2, the last is 1; the workers have the stages ((0,), (0,)), "
         "expected each of the 2 once; 2 stages were measured, 3 predicted"
     )
-
-
-def test_timelines_of_several_processes_become_one():
-    first, second = timeline(("F0.0", 0, 1), stages=2), timeline(("F1.0", 1, 3), stages=2)
-
-    assert merge([first, second]) == timeline(("F0.0", 0, 1), ("F1.0", 1, 3), stages=2)
-    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
-        merge([first, timeline(stages=3)])
-    with pytest.raises(ScheduleError, match="expected timelines of one pipeline"):
-        merge([])

@@ -4,8 +4,7 @@ import random
 from dataclasses import replace
 
 from schedules.joint_chains import best, chain
-from torchremat.planning.compiling.aiming import aimed
-from torchremat.planning.compiling.halves import Halves
+from torchremat.planning.compiling.halves import Halves, aimed
 from torchremat.schedules.joint import Adjustments, adjustments_of, live, split
 from torchremat.schedules.saving import Saver
 from turns import in_turn

@@ -206,7 +206,7 @@ def test_caches_tell_versions_of_the_code_apart(monkeypatch):
 
     assert uuid_if_changed("no such file") == before
     # A change in how flops, workspaces or a percentage are counted left the splits that were cached before it.
-    names = ("aiming.py", "saving.py", "wrappers.py", "flops.py", "allocator.py", "structure.py", "budgets.py")
+    names = ("halves.py", "saving.py", "wrappers.py", "flops.py", "allocator.py", "structure.py", "budgets.py")
     assert len({before, *map(uuid_if_changed, names)}) == 1 + len(names)
 
 

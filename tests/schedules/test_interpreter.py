@@ -1,8 +1,8 @@
 import pytest
 
 from schedules.brute_force import as_tree, evaluate, make_option, make_stage, random_chain, trees
+from schedules.words import parse
 from torchremat.errors import ScheduleError
-from torchremat.schedules.actions import parse
 from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import Outcome, interpret
 

@@ -1,8 +1,8 @@
 """What a device of a pipe holds at each of its actions."""
 
-from torchremat.stages.clocks import Clocks, Passed
 from torchremat.stages.loads import DeviceLoad
 from torchremat.stages.losses import LossBytes
+from torchremat.stages.pipes import Clocks, Passed
 
 LOSS = LossBytes(peak_bytes=50, held_bytes=(20, 10, 1), grads=())
 

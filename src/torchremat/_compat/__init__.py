@@ -6,15 +6,11 @@ needs it fails and gives the name, rather than a training step failing in the mi
 Supported: torch 2.11 to 2.14; developed and tested on 2.13.
 
 binding.py            how a private name is bound
-autograd.py           hooks for saved tensors, nodes, backward calls
-thread_locals.py      state that a backward's threads inherit from the calling thread
-functions.py          which custom Function saves a tensor
-tensors.py            reference counts of tensors and storages, and subclasses
+autograd.py           hooks for saved tensors, nodes, backward calls and their threads, which custom Function saves
+tensors.py            reference counts of tensors and storages, subclasses, and containers of tensors
 checkpoints.py        private state of torch's own checkpoint
-containers.py         types that torch's pytree flattens
 operators.py          operators by name, and flops of attention with groups of heads
-accelerators.py       the capabilities of each kind of device
-begun_devices.py      the devices that this process uses
+accelerators.py       the capabilities of each kind of device, and the devices that this process uses
 flags.py              settings that decide which kernel computes a number
 modules.py            the common class of batch norms, and state of modules outside of the modules
 modes.py              function and dispatch modes

@@ -1,4 +1,4 @@
-"""The capabilities of each kind of device. Only this file and `begun_devices` ask torch about a kind of device.
+"""The capabilities of each kind of device. Only this file asks torch about a kind of device.
 
     kind     streams and events   memory counted by torch   allocations recorded          pinned memory
     cpu      one order            no                        by torch's profiler           needs none
@@ -97,8 +97,6 @@ class Accelerator:
         """Return the error for a capability that this kind of device lacks."""
         return UnsupportedError(f"{what} on cpu and cuda, not on {self.type}: torch does not support it there.")
 
-    # ----------------------------------------------------------------------------------------------------- devices
-
     def devices(self) -> list[torch.device]:
         """Return all devices of this kind."""
         return [torch.device(self.type, index) for index in range(self._module().device_count())]
@@ -136,15 +134,9 @@ class Accelerator:
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
 
-    # ----------------------------------------------------------------------------------------------------- streams
-
     def current_stream(self, device: torch.device) -> Stream:
         """Return the stream on which the caller works."""
         return self._module().current_stream(device)
-
-    def default_stream(self, device: torch.device) -> Stream:
-        """Return the stream on which a thread works at first."""
-        return self._module().default_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
         """Return a new stream."""
@@ -166,8 +158,6 @@ class Accelerator:
     def is_capturing(self) -> bool:
         """Return whether a graph of kernels is being captured on the current stream."""
         return False
-
-    # ------------------------------------------------------------------------------------------------------ memory
 
     def counters(self, device: torch.device) -> Counters:
         """Return the allocator's counters.
@@ -215,8 +205,6 @@ class Accelerator:
         """Return the allocator's record since `begin_history`, in order, and stop recording."""
         raise self.lacks("allocations can be recorded")
 
-    # -------------------------------------------------------------------------------------------------- generators
-
     def generator_states(self) -> list[Tensor]:
         """Return the states of the devices' own generators, if this process uses any."""
         return [self._module().get_rng_state(device) for device in self.in_use()]
@@ -247,9 +235,6 @@ class _Cpu(Accelerator):
     def current_stream(self, device: torch.device) -> Stream:
         return CPU_STREAM
 
-    def default_stream(self, device: torch.device) -> Stream:
-        return CPU_STREAM
-
     def new_stream(self, device: torch.device) -> Stream:
         return CPU_STREAM
 
@@ -269,12 +254,6 @@ class _Cuda(Accelerator):
     block_bytes = 512
     has_addresses = True
     pins = True
-
-    def devices(self) -> list[torch.device]:
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-    def in_use(self) -> list[torch.device]:
-        return self.devices() if torch.cuda.is_initialized() else []
 
     def name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
@@ -393,3 +372,27 @@ def record_stream(tensor: Tensor, stream: Stream) -> None:
     # For a view, torch would record an address inside of the block, which its allocator does not know.
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     whole.record_stream(stream)
+
+
+def accelerators() -> list[Accelerator]:
+    """Return the kinds of devices, other than the CPU, that this process has begun to use."""
+    # Others, for example MPS, have one device and another generator interface, which only tensors ask for.
+    begun = {"cuda": torch.cuda.is_initialized, "xpu": torch.xpu.is_initialized}
+    return [accelerator_of(torch.device(kind)) for kind, has_begun in begun.items() if has_begun()]
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the devices, other than the CPU, that this process has begun to use."""
+    return [device for accelerator in accelerators() for device in accelerator.in_use()]
+
+
+def counting_devices() -> list[torch.device]:
+    """Return this machine's accelerators whose allocator counts bytes; none if it has no such accelerator."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = None if current is None else accelerator_of(current)
+    return accelerator.devices() if accelerator is not None and accelerator.counts else []
+
+
+def current_devices() -> list[torch.device]:
+    """Return the current device of each kind, other than the CPU, that this process has begun to use."""
+    return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchremat.errors import VersionError
@@ -15,8 +17,8 @@ NEWEST = (2, 14)
 SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
 
 
-def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) -> object:
-    """Return the object at the first of `paths` below `torch` that exists.
+def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) -> Any:
+    """Return the object at the first of `paths` below `torch` that exists; the caller declares its type.
 
     Args:
         paths: Attribute paths without the leading `torch.`, for example `"_C._current_graph_task_id"`. A name that
@@ -28,7 +30,7 @@ def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) 
         VersionError: This torch has none of these names.
     """
     for path in paths:
-        found: object = torch
+        found: Any = torch
         for name in path.split("."):
             if not hasattr(found, name):
                 break

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils import checkpoint as _checkpoint
 
 from torchremat._compat.binding import private
 
-_DROP_IN = "torchremat.interop.torch_checkpoint"
+_bind = partial(private, needed_for="torchremat.interop.torch_checkpoint")
 
 # Whether the running backward was called by `.backward()` without `inputs`.
-is_plain_backward = cast("Callable[[], bool]", private("autograd._is_checkpoint_valid", needed_for=_DROP_IN))
-private("utils.checkpoint._enable_checkpoint_early_stop", needed_for=_DROP_IN)
-private("utils.checkpoint._checkpoint_debug_enabled", needed_for=_DROP_IN)
+is_plain_backward: Callable[[], bool] = _bind("autograd._is_checkpoint_valid")
+_bind("utils.checkpoint._enable_checkpoint_early_stop")
+_bind("utils.checkpoint._checkpoint_debug_enabled")
 
 
 class CheckpointSwitches(NamedTuple):

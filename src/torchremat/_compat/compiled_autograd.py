@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import reduce
+from contextlib import AbstractContextManager
+from functools import partial, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,40 +19,24 @@ from torch import Tensor
 
 from torchremat._compat.binding import private
 from torchremat._compat.dynamo import backend_name
+from torchremat._compat.tensors import storage_uses
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from types import FunctionType
-
-T = TypeVar("T", bound="Callable[..., object]")
-
-_NEEDED = "unpacking under compiled autograd"
+_bind = partial(private, needed_for="unpacking under compiled autograd")
 # Only `isinstance` differs from that of ordinary classes: a compiler's stand-in for an object passes.
-BlackBoxMeta = cast(
-    "type[type]",
-    private("_custom_class_base.CustomClassBaseMeta", "_opaque_base.OpaqueBaseMeta", needed_for=_NEEDED),
-)
-_register = cast(
-    "Callable[..., None]",
-    private(
-        "_library.opaque_object.register_custom_class",
-        "_library.opaque_object.register_opaque_type",  # torch 2.13 and older
-        needed_for=_NEEDED,
-    ),
+BlackBoxMeta: type[type] = _bind("_custom_class_base.CustomClassBaseMeta", "_opaque_base.OpaqueBaseMeta")
+_register: Callable[..., None] = _bind(
+    "_library.opaque_object.register_custom_class",
+    "_library.opaque_object.register_opaque_type",  # torch 2.13 and older
 )
 # Boxes are compared by identity, not by contents.
 _BY_IDENTITY = "symbolic" if _register.__name__ == "register_custom_class" else "reference"
-_READ_ONCE = private("_library.opaque_object.MemberType.USE_REAL", needed_for=_NEEDED)
-_Stand_in = cast("type", private("_library.fake_class_registry.FakeScriptObject", needed_for=_NEEDED))
-_set_strategy = cast("Callable[..., None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_NEEDED))
-_Strategy = cast("Callable[..., object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_NEEDED))
-_SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_NEEDED)
-_Keys = cast("Any", private("_C.DispatchKeySet", needed_for=_NEEDED))
-_included = cast("Callable[[], Any]", private("_C._dispatch_tls_local_include_set", needed_for=_NEEDED))
-_excluded = cast("Callable[[], Any]", private("_C._dispatch_tls_local_exclude_set", needed_for=_NEEDED))
-_Forced = cast("Callable[..., AbstractContextManager[None]]", private("_C._ForceDispatchKeyGuard", needed_for=_NEEDED))
-_count_of_users = cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_NEEDED))
-_ALL_KEYS = cast("dict[str, Any]", private("_C.DispatchKey.__members__", needed_for=_NEEDED))
+_READ_ONCE = _bind("_library.opaque_object.MemberType.USE_REAL")
+_Stand_in: type = _bind("_library.fake_class_registry.FakeScriptObject")
+_Keys: Any = _bind("_C.DispatchKeySet")
+_included: Callable[[], Any] = _bind("_C._dispatch_tls_local_include_set")
+_excluded: Callable[[], Any] = _bind("_C._dispatch_tls_local_exclude_set")
+_Forced: Callable[..., AbstractContextManager[None]] = _bind("_C._ForceDispatchKeyGuard")
+_ALL_KEYS: dict[str, Any] = _bind("_C.DispatchKey.__members__")
 
 _library = torch.library.Library("torchremat", "FRAGMENT")
 
@@ -91,20 +76,6 @@ def operator(
     return cast("Callable[..., Tensor]", getattr(torch.ops.torchremat, name))
 
 
-def traced_as(replacement: Callable[..., object]) -> Callable[[T], T]:
-    """Let dynamo trace `replacement` wherever it meets the decorated function, which itself stays unchanged.
-
-    If dynamo gives a graph up and runs it as Python, it leaves the function and everything that it calls alone.
-    """
-
-    def decorate(function: T) -> T:
-        cast("Any", function)._torchdynamo_inline = replacement
-        _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
-        return function
-
-    return decorate
-
-
 def reuses_memory() -> bool:
     """Return whether the backend of the running trace may write to memory that an operator has returned.
 
@@ -129,7 +100,7 @@ def as_outside_of_operators() -> AbstractContextManager[None]:
 def is_shared(tensor: Tensor) -> bool:
     """Return whether this tensor's memory is shared with another user."""
     # The Python object of a storage counts as a user as well.
-    return _count_of_users(tensor.untyped_storage()._cdata) > 2
+    return storage_uses(tensor.untyped_storage()._cdata) > 2
 
 
 def in_compiled_backward() -> bool:

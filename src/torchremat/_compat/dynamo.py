@@ -17,29 +17,31 @@ from torchremat.frames import TORCH, running
 
 T = TypeVar("T")
 P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., object])
 
 
-_GRAPHS = "staying out of compiled graphs"
-_set_strategy = cast(
-    "Callable[[CodeType, object], None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_GRAPHS)
-)
-_Strategy = cast(
-    "Callable[[object, object], object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_GRAPHS)
-)
-_SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
-_DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
-private("compiler._is_exporting_flag", needed_for=_GRAPHS)
+_bind = partial(private, needed_for="staying out of compiled graphs")
+_set_strategy: Callable[[CodeType, object], None] = _bind("_C._dynamo.eval_frame.set_code_exec_strategy")
+_Strategy: Callable[[object, object], object] = _bind("_C._dynamo.eval_frame._FrameExecStrategy")
+_SKIP = _bind("_C._dynamo.eval_frame._FrameAction.SKIP")
+_DEFAULT = _bind("_C._dynamo.eval_frame._FrameAction.DEFAULT")
+_bind("compiler._is_exporting_flag")
 
 # In torch 2.11, dynamo takes `torch.compiler.is_exporting()` for True wherever it traces; in 2.13 it reads the same
 # flag. A function of ours would add one more call to each call of a wrapped module.
 is_exporting = cast("Callable[[], bool]", partial(getattr, torch.compiler, "_is_exporting_flag"))
 """Returns whether torch.export runs."""
 
-is_traced = cast("Callable[[], bool]", private("_C._is_tracing", needed_for="staying out of traces of TorchScript"))
+is_traced: Callable[[], bool] = private("_C._is_tracing", needed_for="staying out of traces of TorchScript")
 """Returns whether `torch.jit.trace` runs; `torch.jit.is_tracing` takes twice as long."""
 
 TRACES_GET = RELEASE >= (2, 13)
 """Whether dynamo traces `function.__get__`, which makes a method; that of torch 2.11 cannot make one at all."""
+
+
+def _leave_alone(function: Callable[..., object], inside: object) -> None:
+    """Let dynamo never begin a graph at `function`, and do `inside` with what it calls."""
+    _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, inside))
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -48,16 +50,29 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     Like `torch.compiler.disable`, but without a wrapper, which takes longer than the rest of a region's overhead before
     its forward.
     """
-    _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
+    _leave_alone(function, _SKIP)
     cast("Any", function)._torchdynamo_disable = True
     return function
 
 
 def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Let dynamo trace `function` where a graph calls it, and leave it alone where it is called after a break."""
-    code = cast("FunctionType", function).__code__
-    _set_strategy(code, _Strategy(_SKIP, _DEFAULT))
+    _leave_alone(function, _DEFAULT)
     return function
+
+
+def traced_as(replacement: Callable[..., object]) -> Callable[[F], F]:
+    """Let dynamo trace `replacement` wherever it meets the decorated function, which itself stays unchanged.
+
+    If dynamo gives a graph up and runs it as Python, it leaves the function and everything that it calls alone.
+    """
+
+    def decorate(function: F) -> F:
+        cast("Any", function)._torchdynamo_inline = replacement
+        _leave_alone(function, _SKIP)
+        return function
+
+    return decorate
 
 
 def backend_name() -> str:

@@ -4,43 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
+from torchremat._compat.autograd import current_node
 from torchremat._compat.binding import private
-from torchremat._compat.modes import EagerMode, set_infrastructure_mode, unset_infrastructure_mode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-_FAKES = "planning without running"
-
-_FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_FAKES)
-_FakeTensorMode = cast(
-    "Callable[..., AbstractContextManager[object]]",
-    private("_subclasses.fake_tensor.FakeTensorMode", needed_for=_FAKES),
+from torchremat._compat.modes import (
+    Args,
+    EagerMode,
+    Kwargs,
+    Operation,
+    Types,
+    set_infrastructure_mode,
+    unset_infrastructure_mode,
 )
-FakeTensor = cast("type[Tensor]", private("_subclasses.fake_tensor.FakeTensor", needed_for=_FAKES))
+from torchremat._compat.tensors import is_dense, storage_uses, tensor_uses
+
+_bind = partial(private, needed_for="planning without running")
+
+_FAKE = _bind("_C._TorchDispatchModeKey.FAKE")
+_FakeTensorMode: Callable[..., AbstractContextManager[object]] = _bind("_subclasses.fake_tensor.FakeTensorMode")
+FakeTensor: type[Tensor] = _bind("_subclasses.fake_tensor.FakeTensor")
 #: The errors that torch raises where the result of an operator depends on the values of a tensor.
-DATA_DEPENDENT = cast(
-    "tuple[type[Exception], ...]",
-    tuple(
-        private(f"_subclasses.fake_tensor.{name}", needed_for=_FAKES)
-        for name in ("DataDependentOutputException", "DynamicOutputShapeException")
-    ),
+DATA_DEPENDENT: tuple[type[Exception], ...] = (
+    _bind("_subclasses.fake_tensor.DataDependentOutputException"),
+    _bind("_subclasses.fake_tensor.DynamicOutputShapeException"),
 )
-_NO_FAKE_KERNEL = cast(
-    "tuple[type[Exception], ...]",
-    tuple(
-        private(f"_subclasses.fake_tensor.{name}", needed_for=_FAKES)
-        for name in ("UnsupportedOperatorException", "UnsupportedFakeTensorException")
-    ),
+_NO_FAKE_KERNEL: tuple[type[Exception], ...] = (
+    _bind("_subclasses.fake_tensor.UnsupportedOperatorException"),
+    _bind("_subclasses.fake_tensor.UnsupportedFakeTensorException"),
 )
 
 
@@ -68,9 +65,7 @@ def lacks_fake_kernel(error: Exception) -> bool:
 
 
 #: Lets operators in the block run as if below autograd, and those that it decomposes as they are.
-below_autograd = cast(
-    "Callable[[], AbstractContextManager[object]]", private("_C._AutoDispatchBelowAutograd", needed_for=_FAKES)
-)
+below_autograd: Callable[[], AbstractContextManager[object]] = _bind("_C._AutoDispatchBelowAutograd")
 
 
 @contextmanager
@@ -100,11 +95,6 @@ def autocast_of_cuda() -> Generator[None]:
         torch.autocast.__init__ = own
 
 
-_current_node = cast("Callable[[], object]", private("_C._current_autograd_node", needed_for=_FAKES))
-_tensor_uses = cast("Callable[[Tensor], int]", private("Tensor._use_count", needed_for=_FAKES))
-_storage_uses = cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_FAKES))
-
-
 @contextmanager
 def without_fakes() -> Generator[None]:
     """Let operators compute real values in the block, where otherwise they would make fakes."""
@@ -129,7 +119,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def adds_in_place(func: object, args: tuple[object, ...]) -> bool:
     """Return whether autograd would run an operator in place on its first argument, if no mode were active."""
-    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or _current_node() is None:
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or current_node() is None:
         return False
     first = args[0]
     if not isinstance(first, torch.Tensor) or not is_dense(first):
@@ -138,21 +128,9 @@ def adds_in_place(func: object, args: tuple[object, ...]) -> bool:
     return _counts(args) == counts_of_one()
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor fill a contiguous range of memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _counts(args: tuple[object, ...]) -> tuple[int, int]:
     tensor = cast("Tensor", args[0])
-    return _tensor_uses(tensor), _storage_uses(tensor.untyped_storage()._cdata)
+    return tensor_uses(tensor), storage_uses(tensor.untyped_storage()._cdata)
 
 
 @cache
@@ -164,13 +142,7 @@ def counts_of_one() -> tuple[int, int]:
     found: list[tuple[int, int]] = []
 
     class Probe(EagerMode):
-        def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: tuple[type, ...],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object:
+        def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
             if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 found.append(_counts(args))
             return func(*args, **(kwargs or {}))

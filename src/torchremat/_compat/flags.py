@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torchremat._compat.binding import private
 
-_AMBIENT = "restoring what surrounds a recompute"
+_bind = partial(private, needed_for="restoring what surrounds a recompute")
 
 # torch calls products of cuBLAS deterministic with one of two values of this variable, which it reads at each product.
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -24,7 +24,7 @@ class _GlobalState(Protocol):
 
 # Autocast, default dtype, determinism and more, in the thread that makes it; `check()` tells whether they are
 # unchanged, at a tenth of the price of reading each.
-GlobalState = cast("type[_GlobalState]", private("_C._dynamo.guards.GlobalStateGuard", needed_for=_AMBIENT))
+GlobalState: type[_GlobalState] = _bind("_C._dynamo.guards.GlobalStateGuard")
 
 
 class NumericFlag(NamedTuple):
@@ -35,8 +35,8 @@ class NumericFlag(NamedTuple):
 
 
 def _flag(name: str, setter: str | None = None) -> NumericFlag:
-    getter = cast("Callable[[], object]", private(f"_C._get_{name}", needed_for=_AMBIENT))
-    write = cast("Callable[..., None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT))
+    getter: Callable[[], object] = _bind(f"_C._get_{name}")
+    write: Callable[..., None] = _bind(f"_C._set_{setter or name}")
 
     def spread(value: object) -> None:
         # Two values are one flag for torch if the second qualifies the first: whether sums may be split.
@@ -45,8 +45,8 @@ def _flag(name: str, setter: str | None = None) -> NumericFlag:
     return NumericFlag(getter, spread)
 
 
-_get_precision = cast("Callable[[str, str], str]", private("_C._get_fp32_precision_getter", needed_for=_AMBIENT))
-_set_precision = cast("Callable[[str, str, str], None]", private("_C._set_fp32_precision_setter", needed_for=_AMBIENT))
+_get_precision: Callable[[str, str], str] = _bind("_C._get_fp32_precision_getter")
+_set_precision: Callable[[str, str, str], None] = _bind("_C._set_fp32_precision_setter")
 
 
 def _set_deterministic(value: bool) -> None:

@@ -70,7 +70,7 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
     """
     is_size = bound(_PARTITIONERS, "is_sym_node")
     inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_incoming(node)]
-    sizes = [node for node in joint.graph.nodes if is_size(node) and not _has_incoming_above(node)]
+    sizes = [node for node in joint.graph.nodes if is_size(node) and not any(map(is_incoming, node.all_input_nodes))]
     tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     forward, backward = bound(_PARTITIONERS, "_extract_fwd_bwd_modules")(
         joint, [*tensors, *saved], saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs
@@ -78,19 +78,12 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
     backward = bound(_PARTITIONERS, "reordering_to_mimic_autograd_engine")(backward)
     raise_getitems = bound("torch._functorch.compile_utils", "raise_getitems")
     thread = bound(_PARTITIONERS, "thread_graphsafe_rng_from_hops")
-    return (
-        thread(raise_getitems(forward), is_backward=False),
-        thread(raise_getitems(backward), is_backward=True),
-    )
+    return (thread(raise_getitems(forward), is_backward=False), thread(raise_getitems(backward), is_backward=True))
 
 
 def is_incoming(node: Node) -> bool:
     """Return whether a node is an incoming gradient of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def _has_incoming_above(node: Node) -> bool:
-    return any(is_incoming(one) for one in node.all_input_nodes)
 
 
 def must_be_in_backward(node: Node) -> bool:
@@ -161,10 +154,7 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
         compiler = bound("torch._dynamo.backends.debugging", "boxed_nop")
         return {
             "backend": made(
-                fw_compiler=compiler,
-                bw_compiler=compiler,
-                partition_fn=partition,
-                keep_inference_input_mutations=True,
+                fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
             )
         }
     raise VersionError(

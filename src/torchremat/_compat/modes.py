@@ -7,38 +7,31 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
+from torch import Tensor
 
 from torchremat._compat.binding import private
 from torchremat._compat.dynamo import outside_graphs
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-_MODES = "restoring the modes around a recompute"
-_count_function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for=_MODES))
-_function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_MODES))
-push_function_mode = cast("Callable[[object], None]", private("_C._push_on_torch_function_stack", needed_for=_MODES))
-pop_function_mode = cast("Callable[[], object]", private("_C._pop_torch_function_stack", needed_for=_MODES))
-count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatch_stack", needed_for=_MODES))
-_dispatch_mode = cast("Callable[[int], object]", private("_C._get_dispatch_stack_at", needed_for=_MODES))
-push_dispatch_mode = cast("Callable[[object], None]", private("_C._push_on_torch_dispatch_stack", needed_for=_MODES))
-_pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_dispatch_stack", needed_for=_MODES))
-_mode_of_key = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_MODES))
-set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_MODES))
-unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_MODES))
+_bind = partial(private, needed_for="restoring the modes around a recompute")
+_count_function_modes: Callable[[], int] = _bind("_C._len_torch_function_stack")
+_function_mode: Callable[[int], object] = _bind("_C._get_function_stack_at")
+push_function_mode: Callable[[object], None] = _bind("_C._push_on_torch_function_stack")
+pop_function_mode: Callable[[], object] = _bind("_C._pop_torch_function_stack")
+count_dispatch_modes: Callable[[], int] = _bind("_C._len_torch_dispatch_stack")
+_dispatch_mode: Callable[[int], object] = _bind("_C._get_dispatch_stack_at")
+push_dispatch_mode: Callable[[object], None] = _bind("_C._push_on_torch_dispatch_stack")
+_pop_dispatch_mode: Callable[[object], object] = _bind("_C._pop_torch_dispatch_stack")
+_mode_of_key: Callable[[Any], object] = _bind("_C._get_dispatch_mode")
+set_infrastructure_mode: Callable[[object], None] = _bind("_C._set_dispatch_mode")
+unset_infrastructure_mode: Callable[[object], object] = _bind("_C._unset_dispatch_mode")
 # A block in which subclasses are treated as plain tensors, and results are plain.
-without_torch_function = cast(
-    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
-)
+without_torch_function: Callable[[], AbstractContextManager[None]] = _bind("_C.DisableTorchFunctionSubclass")
 # A block in which no function mode sees anything either: for calls that have already passed through all of them.
-past_torch_function = cast(
-    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunction", needed_for=_MODES)
-)
-_KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES)).values())
+past_torch_function: Callable[[], AbstractContextManager[None]] = _bind("_C.DisableTorchFunction")
+_KEYS: dict[str, object] = _bind("_C._TorchDispatchModeKey.__members__")
 
 
 def has_modes() -> bool:
@@ -53,7 +46,7 @@ def function_modes() -> list[object]:
 
 def infrastructure_modes() -> dict[object, object]:
     """Return the infrastructure dispatch modes of torch, by key: those that fake, trace and functionalize."""
-    return {key: mode for key in _KEYS if (mode := _mode_of_key(key)) is not None}
+    return {key: mode for key in _KEYS.values() if (mode := _mode_of_key(key)) is not None}
 
 
 def dispatch_modes() -> list[object]:
@@ -80,20 +73,14 @@ def pop_dispatch_mode() -> object:
     return _pop_dispatch_mode(None)
 
 
-_PROXY = cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES))["PROXY"]
-
-
 def is_recording() -> bool:
     """Return whether a mode is recording a graph: that of AOTAutograd, of `make_fx` or of an export."""
-    return _mode_of_key(_PROXY) is not None
-
-
-_FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_MODES)
+    return _mode_of_key(_KEYS["PROXY"]) is not None
 
 
 def is_traced_with_fakes() -> bool:
     """Return whether operations see tensors without data, as when a graph is made for a compiler."""
-    return _mode_of_key(_FAKE) is not None
+    return _mode_of_key(_KEYS["FAKE"]) is not None
 
 
 # NOTE [ What is traced in a region ]
@@ -139,6 +126,12 @@ def _packed(began: Began, pack: Callable[[Tensor], object], tensor: Tensor) -> o
     return pack(tensor)
 
 
+# The arguments of the method by which a mode sees what is called.
+Operation: TypeAlias = Callable[..., object]
+Types: TypeAlias = tuple[type, ...]
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = Mapping[str, object] | None
+
 if TYPE_CHECKING:
 
     class DispatchMode:
@@ -147,21 +140,14 @@ if TYPE_CHECKING:
         def __enter__(self) -> Self: ...
         def __exit__(self, *error: object) -> None: ...
         def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: tuple[type, ...],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
+            self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None
         ) -> object: ...
 
 else:
-    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_MODES)
+    DispatchMode = _bind("utils._python_dispatch.TorchDispatchMode")
 
-sequence_number = cast("Callable[[], int]", private("autograd._get_sequence_nr", needed_for=_MODES))
-set_versions = cast(
-    "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
-    private("_C._autograd._unsafe_set_version_counter", needed_for=_MODES),
-)
+sequence_number: Callable[[], int] = _bind("autograd._get_sequence_nr")
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _bind("_C._autograd._unsafe_set_version_counter")
 
 
 class _Entered(threading.local):
@@ -262,26 +248,16 @@ def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generat
                 pop_dispatch_mode()
 
 
+# `setup_compilation_env` is entered by every such operator that compiles its functions where it runs eagerly.
 _HIGHER_ORDER = "higher-order operators in regions"
-# Entered by every such operator that compiles its functions where it runs eagerly.
-_compilation = cast(
-    "Callable[[], AbstractContextManager[object]]",
-    private("_higher_order_ops.utils.setup_compilation_env", needed_for=_HIGHER_ORDER),
-)
-_module = cast("Any", private("_higher_order_ops.utils", needed_for=_HIGHER_ORDER))
-_module.setup_compilation_env = wraps(_compilation)(partial(_apart, _compilation))
+private("_higher_order_ops.utils.setup_compilation_env", needed_for=_HIGHER_ORDER)
+_module: Any = private("_higher_order_ops.utils", needed_for=_HIGHER_ORDER)
+_module.setup_compilation_env = wraps(_module.setup_compilation_env)(partial(_apart, _module.setup_compilation_env))
 
-_exclude = cast(
-    "Callable[[object, bool], AbstractContextManager[None]]",
-    private("_C._SetExcludeDispatchKeyGuard", needed_for=_MODES),
-)
-_VERSIONS = private("_C.DispatchKey.ADInplaceOrView", needed_for=_MODES)
-
-
-_is_excluded = cast("Callable[[object], bool]", private("_C._dispatch_tls_is_dispatch_key_excluded", needed_for=_MODES))
-_set_excluded = cast(
-    "Callable[[object, bool], None]", private("_C._dispatch_tls_set_dispatch_key_excluded", needed_for=_MODES)
-)
+_exclude: Callable[[object, bool], AbstractContextManager[None]] = _bind("_C._SetExcludeDispatchKeyGuard")
+_VERSIONS = _bind("_C.DispatchKey.ADInplaceOrView")
+_is_excluded: Callable[[object], bool] = _bind("_C._dispatch_tls_is_dispatch_key_excluded")
+_set_excluded: Callable[[object, bool], None] = _bind("_C._dispatch_tls_set_dispatch_key_excluded")
 
 
 def alias_that_counts(tensor: Tensor) -> Tensor:

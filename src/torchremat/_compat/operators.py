@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import ge, gt, le, lt
 from typing import Any, NamedTuple, cast
 
@@ -10,15 +11,13 @@ import torch
 
 from torchremat._compat.binding import RELEASE, private
 
-_POLICIES = "policies per operator"
-_Overload = cast("type", private("_ops.OpOverload", needed_for=_POLICIES))
-_Packet = cast("type", private("_ops.OpOverloadPacket", needed_for=_POLICIES))
-_Operator = cast("type", private("_ops.OperatorBase", needed_for=_POLICIES))
-_all_names = cast("Callable[[], list[str]]", private("_C._dispatch_get_all_op_names", needed_for=_POLICIES))
-_key_of_device = cast("Callable[[str], str]", private("_C._dispatch_key_for_device", needed_for=_POLICIES))
-_has_kernel = cast(
-    "Callable[[str, str], bool]", private("_C._dispatch_has_kernel_for_dispatch_key", needed_for=_POLICIES)
-)
+_bind = partial(private, needed_for="policies per operator")
+_Overload: type = _bind("_ops.OpOverload")
+_Packet: type = _bind("_ops.OpOverloadPacket")
+_Operator: type = _bind("_ops.OperatorBase")
+_all_names: Callable[[], list[str]] = _bind("_C._dispatch_get_all_op_names")
+_key_of_device: Callable[[str], str] = _bind("_C._dispatch_key_for_device")
+_has_kernel: Callable[[str, str], bool] = _bind("_C._dispatch_has_kernel_for_dispatch_key")
 
 
 # Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.

@@ -6,20 +6,16 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchremat._compat.binding import private
 from torchremat.frames import running
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # NOTE [ What FSDP2 does to a parameter ]
 #
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
 # observer of the operators. Other frames of FSDP2 may well have the model's code above them: those of
 # `register_fsdp_forward_method`.
 
-_FSDP = "a region in a module that `fully_shard` has sharded"
+_bind = partial(private, needed_for="a region in a module that `fully_shard` has sharded")
 _MANAGED = "_is_fsdp_managed_module"
 _FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"  # imported by any user of `fully_shard`
 
@@ -197,8 +193,8 @@ def is_run_by_fsdp(watcher: CodeType | None) -> bool:
 @cache
 def _own_code() -> frozenset[int]:
     classes = (
-        private("distributed.fsdp._fully_shard._fsdp_state.FSDPState", needed_for=_FSDP),
-        private("distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", needed_for=_FSDP),
+        _bind("distributed.fsdp._fully_shard._fsdp_state.FSDPState"),
+        _bind("distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"),
     )
     methods = [inspect.unwrap(one) for each in classes for one in vars(each).values() if callable(one)]
     return frozenset(id(one.__code__) for one in methods if isinstance(one, FunctionType))
@@ -295,7 +291,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def _all_states() -> Mapping[nn.Module, Callable[[], _FSDPState | None]]:
-    states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
+    states = _bind("distributed._composable_state._module_state_mapping")
     return cast("Mapping[nn.Module, Callable[[], _FSDPState | None]]", states)
 
 

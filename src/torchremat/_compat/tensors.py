@@ -1,23 +1,21 @@
-"""Reference counts of tensors and storages, which torch does not document, and subclasses that wrap other tensors."""
+"""Reference counts of tensors and storages, which torch does not document, and classes that hold other tensors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import Node
+from torch.utils import _pytree
 
 from torchremat._compat.binding import private
 
-if TYPE_CHECKING:
-    from torch import UntypedStorage
-    from torch.autograd.graph import Node
-
-
-_SPILL = "spill"
+tensor_uses: Callable[[Tensor], int] = private("Tensor._use_count", needed_for="spill")
+storage_uses: Callable[[int], int] = private("_C._storage_Use_Count", needed_for="spill")
 
 # NOTE [ Who else holds a tensor ]
 # A C++ tensor counts its owners; its Python object, while it exists, is one of them, and has its own count of Python
@@ -28,7 +26,7 @@ _SPILL = "spill"
 
 def holders_in_torch(tensor: Tensor) -> int:
     """Return how many owners a tensor has in C++: nodes that save it, views of it."""
-    return _tensor_uses()(tensor) - 1
+    return tensor_uses(tensor) - 1
 
 
 def holders_in_python(held: list[Tensor]) -> int:
@@ -40,7 +38,7 @@ def holders_in_python(held: list[Tensor]) -> int:
 def tensors_in(held: list[UntypedStorage]) -> int:
     """Return how many tensors lie in a storage that only a list holds; any other owner counts as one more."""
     shared = _are_held_by_torch()[1]
-    return _storage_uses()(held[0]._cdata) - 1 + sys.getrefcount(held[0]) - 2 - shared
+    return storage_uses(held[0]._cdata) - 1 + sys.getrefcount(held[0]) - 2 - shared
 
 
 @cache
@@ -53,29 +51,34 @@ def _are_held_by_torch() -> tuple[int, int]:
     return sys.getrefcount(tensor[0]) - 2, sys.getrefcount(storage[0]) - 2
 
 
-@cache
-def _tensor_uses() -> Callable[[Tensor], int]:
-    return cast("Callable[[Tensor], int]", private("Tensor._use_count", needed_for=_SPILL))
-
-
-@cache
-def _storage_uses() -> Callable[[int], int]:
-    return cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_SPILL))
-
-
 def sequence_of(node: Node) -> int:
     """Return the number of a node; a backward runs nodes from the highest number to the lowest."""
     return cast("Callable[[], int]", getattr(node, "_sequence_nr"))()  # noqa: B009  missing in torch's types
 
 
-is_wrapper_subclass = cast(
-    "Callable[[Tensor], bool]",
-    private("utils._python_dispatch.is_traceable_wrapper_subclass", needed_for="counting the bytes of tensors"),
+is_wrapper_subclass: Callable[[Tensor], bool] = private(
+    "utils._python_dispatch.is_traceable_wrapper_subclass", needed_for="counting the bytes of tensors"
 )
 
-no_torch_function = cast(
-    "Any", private("_C._disabled_torch_function_impl", needed_for="releasing gradients in the backward")
-)
+no_torch_function: Any = private("_C._disabled_torch_function_impl", needed_for="releasing gradients in the backward")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a range of memory without gaps, each once, in whatever order."""
+    return tensor.is_contiguous() or fills_memory(tensor.shape, tensor.stride())
+
+
+def fills_memory(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Return whether `is_dense` of a tensor of this shape, with elements, and these strides."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
 
 T = TypeVar("T", bound=Tensor)
 
@@ -84,3 +87,13 @@ def shell_of(kind: type[T], tensor: Tensor) -> T:
     """Return a tensor of a class that looks like another one and has no memory."""
     make = cast("Callable[..., T]", private("Tensor._make_wrapper_subclass", needed_for="releasing gradients"))
     return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+class Registration(Protocol):
+    """How torch's pytree flattens a container."""
+
+    flatten_fn: Callable[[object], tuple[list[object], object]]
+    unflatten_fn: Callable[[list[object], object], object]
+
+
+registered_containers = cast("dict[type, Registration]", _pytree.SUPPORTED_NODES)

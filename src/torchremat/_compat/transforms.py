@@ -6,15 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchremat._compat.binding import private
 from torchremat.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _Interpreter(Protocol):
@@ -24,39 +23,24 @@ class _Interpreter(Protocol):
     def level(self) -> int: ...
 
 
-_TRANSFORMS = "regions under torch.func"
+_bind = partial(private, needed_for="regions under torch.func")
 
-innermost_transform = cast(
-    "Callable[[], _Interpreter | None]", private("_C._functorch.peek_interpreter_stack", needed_for=_TRANSFORMS)
-)
-running_transforms = cast(
-    "Callable[[], list[_Interpreter] | None]", private("_C._functorch.get_interpreter_stack", needed_for=_TRANSFORMS)
-)
-pop_transform = cast("Callable[[], object]", private("_C._functorch.pop_dynamic_layer_stack", needed_for=_TRANSFORMS))
-push_transform = cast(
-    "Callable[[object], None]", private("_C._functorch.push_dynamic_layer_stack", needed_for=_TRANSFORMS)
-)
-REVERSE = private("_C._functorch.TransformType.Grad", needed_for=_TRANSFORMS)
-transform_level_of = cast("Callable[[Tensor], int]", private("_C._functorch.maybe_get_level", needed_for=_TRANSFORMS))
-unwrapped = cast("Callable[[Tensor], Tensor]", private("_C._functorch.get_unwrapped", needed_for=_TRANSFORMS))
-is_dead = cast("Callable[[Tensor], bool]", private("_C._functorch.is_dead_tensor_wrapper", needed_for=_TRANSFORMS))
-wrap_for_grad = cast("Callable[[Tensor, int], Tensor]", private("_C._functorch._wrap_for_grad", needed_for=_TRANSFORMS))
-push_grad = cast("Callable[[], int]", private("_C._functorch._grad_increment_nesting", needed_for=_TRANSFORMS))
-pop_grad = cast("Callable[[], int]", private("_C._functorch._grad_decrement_nesting", needed_for=_TRANSFORMS))
-_may_require_grad = cast(
-    "Callable[[], bool]", private("_C._functorch.get_inplace_requires_grad_allowed", needed_for=_TRANSFORMS)
-)
-_let_require_grad = cast(
-    "Callable[[bool], None]", private("_C._functorch.set_inplace_requires_grad_allowed", needed_for=_TRANSFORMS)
-)
-_why_no_hooks = cast(
-    "Callable[[], str | None]",
-    private("_C._autograd._saved_tensors_hooks_get_disabled_error_message", needed_for=_TRANSFORMS),
-)
-_enable_hooks = cast("Callable[[], None]", private("_C._autograd._saved_tensors_hooks_enable", needed_for=_TRANSFORMS))
-_disable_hooks = cast(
-    "Callable[[str, bool], None]", private("_C._autograd._saved_tensors_hooks_disable", needed_for=_TRANSFORMS)
-)
+innermost_transform: Callable[[], _Interpreter | None] = _bind("_C._functorch.peek_interpreter_stack")
+running_transforms: Callable[[], list[_Interpreter] | None] = _bind("_C._functorch.get_interpreter_stack")
+pop_transform: Callable[[], object] = _bind("_C._functorch.pop_dynamic_layer_stack")
+push_transform: Callable[[object], None] = _bind("_C._functorch.push_dynamic_layer_stack")
+REVERSE = _bind("_C._functorch.TransformType.Grad")
+transform_level_of: Callable[[Tensor], int] = _bind("_C._functorch.maybe_get_level")
+unwrapped: Callable[[Tensor], Tensor] = _bind("_C._functorch.get_unwrapped")
+is_dead: Callable[[Tensor], bool] = _bind("_C._functorch.is_dead_tensor_wrapper")
+wrap_for_grad: Callable[[Tensor, int], Tensor] = _bind("_C._functorch._wrap_for_grad")
+push_grad: Callable[[], int] = _bind("_C._functorch._grad_increment_nesting")
+pop_grad: Callable[[], int] = _bind("_C._functorch._grad_decrement_nesting")
+_may_require_grad: Callable[[], bool] = _bind("_C._functorch.get_inplace_requires_grad_allowed")
+_let_require_grad: Callable[[bool], None] = _bind("_C._functorch.set_inplace_requires_grad_allowed")
+_why_no_hooks: Callable[[], str | None] = _bind("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
+_enable_hooks: Callable[[], None] = _bind("_C._autograd._saved_tensors_hooks_enable")
+_disable_hooks: Callable[[str, bool], None] = _bind("_C._autograd._saved_tensors_hooks_disable")
 private("autograd.forward_ad._current_level", needed_for="regions under forward-mode differentiation")
 
 
@@ -77,13 +61,9 @@ def without_wrappers(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_exclude = cast(
-    "Callable[[object], AbstractContextManager[None]]", private("_C._ExcludeDispatchKeyGuard", needed_for=_TRANSFORMS)
-)
-_keys = cast("Callable[[object], object]", private("_C.DispatchKeySet", needed_for=_TRANSFORMS))
-_OF_TRANSFORMS = [
-    private(f"_C.DispatchKey.FuncTorchDynamicLayer{end}Mode", needed_for=_TRANSFORMS) for end in ("Front", "Back")
-]
+_exclude: Callable[[object], AbstractContextManager[None]] = _bind("_C._ExcludeDispatchKeyGuard")
+_keys: Callable[[object], object] = _bind("_C.DispatchKeySet")
+_OF_TRANSFORMS = [_bind(f"_C.DispatchKey.FuncTorchDynamicLayer{end}Mode") for end in ("Front", "Back")]
 
 
 @contextmanager
@@ -106,8 +86,8 @@ def require_grad(tensor: Tensor) -> Tensor:
         _let_require_grad(before)
 
 
-_enter_batch = cast("Callable[[], int]", private("_C._vmapmode_increment_nesting", needed_for=_TRANSFORMS))
-_leave_batch = cast("Callable[[], int]", private("_C._vmapmode_decrement_nesting", needed_for=_TRANSFORMS))
+_enter_batch: Callable[[], int] = _bind("_C._vmapmode_increment_nesting")
+_leave_batch: Callable[[], int] = _bind("_C._vmapmode_decrement_nesting")
 
 
 def is_in_batch() -> bool:

@@ -3,7 +3,7 @@
 The state is captured before the forward of a region, restored for its recompute, and put back afterwards, so that a
 recompute leaves no trace in the thread that runs it.
 
-global_state.py  autocast, numeric flags, function and dispatch modes, and the lock around what all threads share
+global_state.py  autocast, numeric flags, modes and observers, and the lock around what all threads share
 generators.py    torch's random generators
 registry.py      state that users add: the random numbers of Python and NumPy, their own
 handover.py      the state that a worker thread needs from the thread that gives it work

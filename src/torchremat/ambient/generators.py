@@ -17,8 +17,8 @@ def get_generator(generator: torch.Generator | torch.device) -> Tensor:
     """Return the state of a generator, or of the default generator of a device, a byte tensor on the CPU."""
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
-        if _watchers:
-            _show(state)
+        for watcher in _watchers:
+            watcher(state)
         return state
     return torch.get_device_module(generator).get_rng_state(generator)
 
@@ -57,11 +57,6 @@ def restore(states: States, stack: ExitStack) -> None:
 
 _DEFAULT = torch.default_generator
 _watchers: list[Callable[[Tensor], None]] = []
-
-
-def _show(state: Tensor) -> None:
-    for watcher in _watchers:
-        watcher(state)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ change the results of the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from functools import partial
 from operator import call
@@ -86,18 +87,9 @@ class AmbientState:
     """
 
     __slots__ = (
-        "_autocast",
-        "_caches",
-        "_function_modes",
-        "_known",
-        "_modes",
-        "_others",
-        "_precisions",
-        "_reads",
-        "_state",
-        "casts",
-        "has_modes",
-    )
+        "_autocast", "_caches", "_function_modes", "_known", "_modes", "_others", "_precisions", "_reads", "_state",
+        "casts", "has_modes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._state = GlobalState()
@@ -221,6 +213,26 @@ def only_watches(one: M) -> M:
     """
     setattr(one, WATCHES, True)  # See NOTE [ Modes that only watch ]
     return one
+
+
+def only_looks_on(item: object) -> bool:
+    """Return whether an object was marked by `only_watches`, or is a function of this package: a hook that measures."""
+    while isinstance(item, partial):
+        item = cast("partial[object]", item).func
+    if isinstance(item, types.MethodType):
+        item = item.__func__
+    if isinstance(item, types.FunctionType):
+        return WATCHES in item.__dict__ or (item.__module__ or "").startswith("torchremat.")
+    # Read from the classes: asking the object might run user code.
+    return hasattr(cast("type", type(item)), WATCHES) or WATCHES in _attributes_of(item)
+
+
+def _attributes_of(item: object) -> Container[object]:
+    try:
+        found = object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return ()
+    return found if isinstance(found, dict) else ()  # pyright: ignore[reportUnknownVariableType]
 
 
 def acts(kind: M) -> M:

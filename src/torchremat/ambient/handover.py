@@ -59,10 +59,7 @@ class Handover:
 
 @contextmanager
 def _entered(
-    modes: list[object],
-    here: Callable[[], list[object]],
-    push: Callable[[object], None],
-    pop: Callable[[], object],
+    modes: list[object], here: Callable[[], list[object]], push: Callable[[object], None], pop: Callable[[], object]
 ) -> Generator[None]:
     known = list(map(id, here()))
     missing = [mode for mode in modes if id(mode) not in known]

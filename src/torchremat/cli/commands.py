@@ -34,15 +34,17 @@ from torchremat.cli.options import (
     SaveDevice,
     Stores,
     Target,
+    TargetError,
+    TargetStep,
     Trace,
     budget_of,
+    load,
     number_of,
     optimizer_store_of,
     options_of,
     place_of,
     stores_of,
 )
-from torchremat.cli.targets import TargetError, TargetStep, load
 from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure

@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.accelerators import accelerator_of, accelerators
 from torchremat._compat.autograd import top_saved_tensor_hooks
-from torchremat._compat.begun_devices import accelerators
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.begun_devices import accelerators
+from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps

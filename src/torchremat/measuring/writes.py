@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.modes import EagerMode
+from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError
 from torchremat.measuring.interrupts import uninterrupted
@@ -34,7 +35,6 @@ from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
-from torchremat.state.watching import only_looks_on
 from torchremat.state.world import World
 from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned

@@ -22,16 +22,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import MutationError
-from torchremat.pipeline.dependency import replaced, with_grad
+from torchremat.pipeline.dependency import Passing, passed
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
 from torchremat.pipeline.skip.layouts import Key
@@ -43,49 +42,27 @@ from torchremat.regions.transforms import new_region
 from torchremat.tensors.versioned import Versioned
 
 
-class Recompute(torch.autograd.Function):
-    """Passes tensors on; in backward, recomputes a region before it passes their gradients on."""
+class Recompute(Passing):
+    """In backward, recomputes a region."""
 
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        region: ReferenceType[Region],
-        around: Callable[[], AbstractContextManager[None]],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        ctx.set_materialize_grads(False)
-        cast("Any", ctx).region, cast("Any", ctx).around = region, around
-        return tuple(tensor.detach() for tensor in tensors)
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        region = cast("ReferenceType[Region]", cast("Any", ctx).region)()
-        if region is not None:  # else its graph has been freed, and autograd raises the error
-            with cast("Any", ctx).around():
-                session = active_session()
-                region.recompute_for(session or current_graph_task())
-                if session is None:
-                    # A popped skip is mostly joined with another tensor, and the result is saved in its place.
-                    region.let_go()
-        return None, None, *grads
+def _recompute(region: ReferenceType[Region], around: Callable[[], AbstractContextManager[None]]) -> None:
+    alive = region()
+    if alive is None:  # its graph has been freed, and autograd raises the error
+        return
+    with around():
+        session = active_session()
+        alive.recompute_for(session or current_graph_task())
+        if session is None:
+            # A popped skip is mostly joined with another tensor, and the result is saved in its place.
+            alive.let_go()
 
 
 def precede(
     region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Tensor]:
-    """Return a region's results behind a node that starts its recompute before their gradients have arrived.
-
-    Args:
-        region: The region.
-        tensors: Its results.
-        around: Returns a context for the recompute.
-    """
-    places = with_grad(tensors)
-    if not places:
-        return list(tensors)
-    return replaced(tensors, places, Recompute.apply(ref(region), around, *(tensors[place] for place in places)))
+    """Return a region's results behind a node that recomputes it, in `around()`, before their gradients are there."""
+    return passed(Recompute, partial(_recompute, ref(region), around), tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,30 +13,20 @@ Tensors that do not require grad take the same way outside the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchremat.pipeline.dependency import replaced, with_grad
-from torchremat.pipeline.streams import (
-    CpuStream,
-    Stream,
-    current_stream,
-    device_of,
-    record_stream,
-    use_stream,
-    wait_stream,
-)
-
-Grads = tuple[Tensor | None, ...]
+from torchremat.pipeline.dependency import Passing, passed, replaced, with_grad
+from torchremat.pipeline.streams import CpuStream, Stream, current_stream, record_stream, use_stream, wait_stream
 
 
 def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:
     """Return a tensor on the device of `target`, copied on both streams; itself if it is there."""
-    device = device_of(target)
+    device = target.device
     if tensor.device == device:
         return tensor
     # A copy into or out of memory that is not pinned blocks by itself.
@@ -59,51 +49,27 @@ class Copy(torch.autograd.Function):
         return tuple(copied(tensor, source, target).detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> Grads:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients, copied back."""
         source, target = cast("Any", ctx).streams
         back = (None if grad is None else copied(grad, target, source) for grad in grads)
         return None, None, *back
 
 
-class Wait(torch.autograd.Function):
+class Wait(Passing):
     """In backward, makes the awaited stream wait for the waiting stream."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, awaited: Stream, waiting: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        ctx.set_materialize_grads(False)
-        cast("Any", ctx).streams = awaited, waiting
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> Grads:
-        """Return the gradients."""
-        awaited, waiting = cast("Any", ctx).streams
-        wait_stream(awaited, waiting)
-        return None, None, *grads
 
 
 def copy_all(tensors: Sequence[Tensor], source: Stream, target: Stream) -> list[Tensor]:
     """Return the tensors of a microbatch on the device of `target`."""
-    return _through(Copy.apply, copied, tensors, source, target)
+    places = with_grad(tensors)
+    found = [tensor if place in places else copied(tensor, source, target) for place, tensor in enumerate(tensors)]
+    if not places:
+        return found
+    return replaced(found, places, Copy.apply(source, target, *(tensors[place] for place in places)))
 
 
 def wait_all(tensors: Sequence[Tensor], awaited: Stream, waiting: Stream) -> list[Tensor]:
     """Return the tensors of a microbatch, for use on `waiting` when `awaited` is done with them."""
     wait_stream(waiting, awaited)
-    return _through(Wait.apply, lambda tensor, *_: tensor, tensors, awaited, waiting)
-
-
-def _through(
-    node: Callable[..., tuple[Tensor, ...]],
-    plainly: Callable[[Tensor, Stream, Stream], Tensor],
-    tensors: Sequence[Tensor],
-    first: Stream,
-    second: Stream,
-) -> list[Tensor]:
-    places = with_grad(tensors)
-    found = [tensor if place in places else plainly(tensor, first, second) for place, tensor in enumerate(tensors)]
-    if not places:
-        return found
-    return replaced(found, places, node(first, second, *(tensors[place] for place in places)))
+    return passed(Wait, lambda: wait_stream(awaited, waiting), tensors)

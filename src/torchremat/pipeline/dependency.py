@@ -16,8 +16,9 @@ section 2.2; there, only the first tensor of a microbatch passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +65,23 @@ class Join(torch.autograd.Function):
         return None, *grads
 
 
+class Passing(torch.autograd.Function):
+    """Passes tensors on; in backward, acts before it passes their gradients on. A subclass names the node."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, act: Callable[[], object], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        ctx.set_materialize_grads(False)
+        cast("Any", ctx).act = act
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients."""
+        cast("Any", ctx).act()
+        return None, *grads
+
+
 def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tensor, and the phony that begins an edge; the tensor itself if it does not require grad."""
     (tensor,), phony = fork_all([tensor])
@@ -86,8 +104,8 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     if not places:
         device = tensors[0].device if tensors else torch.device("cpu")
         return list(tensors), phony_of(device, requires_grad=False)
-    *passed, phony = Fork.apply(*(tensors[place] for place in places))
-    return replaced(tensors, places, passed), phony
+    *forked, phony = Fork.apply(*(tensors[place] for place in places))
+    return replaced(tensors, places, forked), phony
 
 
 def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
@@ -101,6 +119,17 @@ def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
     return replaced(tensors, places, Join.apply(phony, *(tensors[place] for place in places)))
 
 
+def passed(node: type[Passing], act: Callable[[], object], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a microbatch behind a node that acts in backward before their gradients pass.
+
+    Tensors that do not require grad are returned as they are; if none does, no node acts.
+    """
+    places = with_grad(tensors)
+    if not places:
+        return list(tensors)
+    return replaced(tensors, places, node.apply(act, *(tensors[place] for place in places)))
+
+
 def with_grad(tensors: Sequence[Tensor]) -> list[int]:
     """Return the places of the tensors that are part of a graph."""
     if not torch.is_grad_enabled():
@@ -108,9 +137,9 @@ def with_grad(tensors: Sequence[Tensor]) -> list[int]:
     return [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
 
 
-def replaced(tensors: Sequence[Tensor], places: Sequence[int], passed: Sequence[Tensor]) -> list[Tensor]:
+def replaced(tensors: Sequence[Tensor], places: Sequence[int], others: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, with others in some places."""
     found = list(tensors)
-    for place, tensor in zip(places, passed, strict=True):
+    for place, tensor in zip(places, others, strict=True):
         found[place] = tensor
     return found

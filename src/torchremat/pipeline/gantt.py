@@ -104,9 +104,7 @@ def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
     crowded = min(1.0, max(0.0, (rows - _FEW_ROWS) / (_MANY_ROWS - _FEW_ROWS)))
     row_inches = wide + crowded * (narrow - wide)
     figure = new_figure(
-        path,
-        width_inches=_WIDTH_INCHES,
-        height_inches=_REST_INCHES + len(charts) * _CHART_INCHES + rows * row_inches,
+        path, width_inches=_WIDTH_INCHES, height_inches=_REST_INCHES + len(charts) * _CHART_INCHES + rows * row_inches
     )
     unit, scale = next(((name, size) for name, size in _UNITS if span_s >= size), _UNITS[-1])
     heights = [max(1, len(chart.rows)) for chart in charts]

@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.begun_devices import counting_devices
+from torchremat._compat.accelerators import accelerator_of, counting_devices
 from torchremat.errors import PipelineError
 from torchremat.pipeline.streams import normalised
 
@@ -27,7 +26,11 @@ def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence
     Raises:
         PipelineError: The balance, the devices or the layers are invalid; all problems are listed.
     """
-    problems = [*_balance_problems(len(module), balance), *_device_problems(len(balance), devices)]
+    problems = _balance_problems(len(module), balance)
+    if len(devices) < len(balance):
+        problems.append(
+            f"{len(balance)} stages need as many devices, and there are {len(devices)}: {list(map(str, devices))}"
+        )
     layers = list(module.named_children())
     if len(layers) < len(module):
         problems.append("a layer occurs more than once, but it can be in one stage only")
@@ -42,11 +45,6 @@ def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence
         place += count
     _raise(_sharing_problems(stages, devices))
     return [stage.to(device) for stage, device in zip(stages, devices, strict=False)]
-
-
-def listed_balance(balance: Iterable[int]) -> list[int]:
-    """Return a balance as a list of its numbers."""
-    return list(balance)
 
 
 def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
@@ -79,12 +77,6 @@ def _balance_problems(layers: int, balance: Sequence[int]) -> list[str]:
     elif sum(balance) != layers:
         problems.append(f"the module has {layers} layers, and the balance {list(balance)} is for {sum(balance)}")
     return [f"{problem}. {_ADVICE}" for problem in problems]
-
-
-def _device_problems(stages: int, devices: Sequence[torch.device]) -> list[str]:
-    if len(devices) >= stages:
-        return []
-    return [f"{stages} stages need as many devices, and there are {len(devices)}: {list(map(str, devices))}"]
 
 
 def _sharing_problems(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[str]:

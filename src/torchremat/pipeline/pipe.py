@@ -14,7 +14,7 @@ from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
-from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
+from torchremat.pipeline.partitions import listed_devices, partitioned
 from torchremat.pipeline.prediction import predicted_step
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
@@ -98,7 +98,7 @@ class Pipe(nn.Module):
                 f"checkpoint={checkpoint!r}: allowed are {', '.join(map(repr, get_args(Mode)))}, or plans."
             )
         verify_skippables(module)
-        counts = None if balance is None else listed_balance(balance)
+        counts = None if balance is None else list(balance)
         self.devices = listed_devices(devices, None if counts is None else len(counts))
         self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
         if deferred_batch_norm:

@@ -9,7 +9,7 @@ from statistics import median
 from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
-from torchremat.pipeline.timeline import Timeline
+from torchremat.pipeline.timeline import Timeline, timeline_of
 from torchremat.schedules.pipelines import Action, Kind, Order, clock_cycles
 from torchremat.schedules.simulation import Costs, simulate
 
@@ -60,10 +60,7 @@ def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs:
         )
         for span in simulate(order, known, lookahead=lookahead)
     )
-    workers = tuple(tuple(sorted({action.stage for action in actions})) for actions in order)
-    stages = sum(map(len, workers))
-    alone = workers == tuple((stage,) for stage in range(stages))
-    return Timeline(events=events, stages=stages, workers=() if alone else workers)
+    return timeline_of(events, order)
 
 
 def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:

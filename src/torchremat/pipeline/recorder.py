@@ -14,29 +14,26 @@ backward ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from time import perf_counter
-from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import at_end_of_backward
-from torchremat.pipeline.dependency import replaced, with_grad
+from torchremat.pipeline.dependency import Passing, passed, with_grad
 from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.streams import CpuStream, Stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
 _NOTHING = nullcontext()
-_Taken: TypeAlias = "_OnCPU | _OnStream"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,7 @@ class Recorder:
         self.step = 0
         self._lock = Lock()  # only for the zeros: appending to a list is thread-safe without it
         self._zeros: dict[torch.device, _Zero] = {}
-        self._taken: list[_Taken] = []
+        self._taken: list[_TakenEvent] = []
         self._start_s = perf_counter()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -93,22 +90,20 @@ class Recorder:
         if not self.on:
             return _NOTHING
         if stream is None:
-            return _OnCPU(self._taken, stage, microbatch, kind)
-        return _OnStream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
+            return _on_cpu(self._taken, stage, microbatch, kind)
+        return _on_stream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
 
     def events(self) -> tuple[PipelineEvent, ...]:
         """Return the events since the start, in the order in which they ended; waits for the streams of the events."""
-        return tuple(_event(taken, self._start_s) for taken in list(self._taken))
+        return tuple(taken.event(self._start_s) for taken in list(self._taken))
 
     def elapsed_s(self) -> float:
         """Return the seconds since the start."""
         return perf_counter() - self._start_s
 
-    def timeline(
-        self, *, stages: int, workers: tuple[tuple[int, ...], ...] = (), predicted: Timeline | None = None
-    ) -> Timeline:
+    def timeline(self, *, stages: int, workers: tuple[tuple[int, ...], ...] = ()) -> Timeline:
         """Return the events since the start as a timeline with the arguments as its attributes."""
-        return Timeline(events=self.events(), stages=stages, workers=workers, predicted=predicted)
+        return Timeline(events=self.events(), stages=stages, workers=workers)
 
     def _zero_of(self, device: torch.device) -> _Zero:
         with self._lock:
@@ -117,61 +112,49 @@ class Recorder:
             return self._zeros[device]
 
 
-class _OnCPU:
-    """An event on the CPU, between two readings of the clock."""
+@dataclass(frozen=True, slots=True)
+class _TakenEvent:
+    """An event from `start` to `end`: readings of the clock, or marks on a stream of a device with a `zero`."""
 
-    __slots__ = ("end_s", "kind", "microbatch", "stage", "start_s", "taken")
+    stage: int
+    microbatch: int
+    kind: Kind
+    start: Any
+    end: Any
+    zero: _Zero | None = None
 
-    def __init__(self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind) -> None:
-        self.taken = taken
-        self.stage = stage
-        self.microbatch = microbatch
-        self.kind: Kind = kind
-
-    def __enter__(self) -> None:
-        self.start_s = perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end_s = perf_counter()
-        self.taken.append(self)
-
-    def times(self) -> tuple[float, float]:
-        return self.start_s, self.end_s
-
-
-class _OnStream:
-    """An event on a stream, between two marks."""
-
-    __slots__ = ("end", "kind", "microbatch", "stage", "start", "stream", "taken", "zero")
-
-    def __init__(
-        self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
-    ) -> None:
-        self.taken = taken
-        self.stage = stage
-        self.microbatch = microbatch
-        self.kind: Kind = kind
-        self.stream = stream
-        self.zero = zero
-
-    def __enter__(self) -> None:
-        self.start = _mark(self.stream)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end = _mark(self.stream)
-        self.taken.append(self)
-
-    def times(self) -> tuple[float, float]:
-        self.end.synchronize()
-        zero = self.zero
-        return (
-            zero.seconds + zero.mark.elapsed_time(self.start) / 1e3,
-            zero.seconds + zero.mark.elapsed_time(self.end) / 1e3,
+    def event(self, since_s: float) -> PipelineEvent:
+        start_s, end_s = self.start, self.end
+        if self.zero is not None:
+            self.end.synchronize()
+            start_s, end_s = (self.zero.seconds + self.zero.mark.elapsed_time(one) / 1e3 for one in (start_s, end_s))
+        return PipelineEvent(
+            stage=self.stage,
+            microbatch=self.microbatch,
+            kind=self.kind,
+            start_s=start_s - since_s,
+            end_s=end_s - since_s,
         )
+
+
+@contextmanager
+def _on_cpu(taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind) -> Generator[None]:
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        taken.append(_TakenEvent(stage, microbatch, kind, start, perf_counter()))
+
+
+@contextmanager
+def _on_stream(
+    taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
+) -> Generator[None]:
+    start = _mark(stream)
+    try:
+        yield
+    finally:
+        taken.append(_TakenEvent(stage, microbatch, kind, start, _mark(stream), zero))
 
 
 def _mark(stream: torch.Stream) -> torch.Event:
@@ -184,39 +167,8 @@ def _zero(device: torch.device) -> _Zero:
     return _Zero(mark=accelerator.event(accelerator.current_stream(device), timed=True), seconds=seconds)
 
 
-def _event(taken: _Taken, since_s: float) -> PipelineEvent:
-    start_s, end_s = taken.times()
-    return PipelineEvent(
-        stage=taken.stage,
-        microbatch=taken.microbatch,
-        kind=taken.kind,
-        start_s=start_s - since_s,
-        end_s=end_s - since_s,
-    )
-
-
-class BackwardMark(torch.autograd.Function):
-    """Passes tensors on; in backward, reports that it runs."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, runs: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        ctx.set_materialize_grads(False)
-        cast("Any", ctx).runs = runs
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        cast("Any", ctx).runs()
-        return None, *grads
-
-
-def _marked(tensors: Sequence[Tensor], runs: Callable[[], None]) -> list[Tensor]:
-    places = with_grad(tensors)
-    if not places:
-        return list(tensors)
-    return replaced(tensors, places, BackwardMark.apply(runs, *(tensors[place] for place in places)))
+class BackwardMark(Passing):
+    """In backward, reports that it runs."""
 
 
 class Passage:
@@ -265,11 +217,11 @@ class Passage:
         if not self._recorder.on:
             return list(tensors)
         self._has_end = bool(with_grad(tensors))
-        return _marked(tensors, self._end)
+        return passed(BackwardMark, self._end, tensors)
 
     def returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return its outputs behind Mark 2."""
-        return _marked(tensors, self._begin) if self._recorder.on else list(tensors)
+        return passed(BackwardMark, self._begin, tensors) if self._recorder.on else list(tensors)
 
     def _begin(self) -> None:
         for passage in list(self._open_passages):

@@ -17,19 +17,9 @@ from torchremat.regions.sessions import Session, active_session
 __all__ = ["CPU_STREAM", "CpuStream", "Stream", "record_stream"]
 
 
-def device_of(stream: Stream) -> torch.device:
-    """Return the device of a stream."""
-    return stream.device
-
-
 def current_stream(device: torch.device) -> Stream:
     """Return the stream that the caller uses."""
     return accelerator_of(device).current_stream(device)
-
-
-def default_stream(device: torch.device) -> Stream:
-    """Return the stream that a thread uses at first."""
-    return accelerator_of(device).default_stream(device)
 
 
 def new_stream(device: torch.device) -> Stream:

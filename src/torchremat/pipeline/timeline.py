@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torchremat.errors import ScheduleError
 from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
 from torchremat.pipeline.gantt import GanttBar, GanttChart, GanttRow, draw
-from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind
+from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind, Order
 
 _COLUMNS: dict[str, tuple[Kind, ...]] = {
     "forward": ("forward",),
@@ -158,19 +158,12 @@ class Timeline:
         return self.workers or tuple((stage,) for stage in range(self.stages))
 
 
-def merge(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the events of several processes as one timeline.
-
-    Their clocks have to agree: each process starts its recorder as it leaves a barrier.
-
-    Raises:
-        ScheduleError: They do not have the same number of stages, or the same workers.
-    """
-    shapes = {(one.stages, one.workers) for one in timelines}
-    if len(shapes) != 1:
-        raise ScheduleError(f"expected timelines of one pipeline, these have (stages, workers) {sorted(shapes)}")
-    stages, workers = shapes.pop()
-    return Timeline(events=tuple(event for one in timelines for event in one.events), stages=stages, workers=workers)
+def timeline_of(events: tuple[PipelineEvent, ...], order: Order) -> Timeline:
+    """Return events as a timeline with the stages and the workers of an order."""
+    workers = tuple(tuple(sorted({action.stage for action in actions})) for actions in order)
+    stages = sum(map(len, workers))
+    alone = workers == tuple((stage,) for stage in range(stages))
+    return Timeline(events=events, stages=stages, workers=() if alone else workers)
 
 
 def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
@@ -178,10 +171,7 @@ def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
     title = f"{name}, " if name else ""
     if timeline.predicted is None:
         return [_chart(timeline, name=f"{title}step")]
-    return [
-        _chart(timeline, name=f"{title}measured: step"),
-        _chart(timeline.predicted, name=f"{title}predicted: step"),
-    ]
+    return [_chart(timeline, name=f"{title}measured: step"), _chart(timeline.predicted, name=f"{title}predicted: step")]
 
 
 def _chart(timeline: Timeline, *, name: str) -> GanttChart:
@@ -245,17 +235,9 @@ def _read(content: Mapping[str, object]) -> Timeline:
     return Timeline(
         stages=cast("int", content["stages"]),
         workers=tuple(tuple(stages) for stages in cast("list[list[int]]", content["workers"])),
-        events=tuple(_event(cast("list[object]", values)) for values in cast("list[object]", content["events"])),
+        events=tuple(
+            PipelineEvent(**dict(zip(_FIELDS, values, strict=True)))
+            for values in cast("list[list[Any]]", content["events"])
+        ),
         predicted=None if predicted is None else _read(predicted),
-    )
-
-
-def _event(values: Sequence[object]) -> PipelineEvent:
-    stage, microbatch, kind, start_s, end_s = values
-    return PipelineEvent(
-        stage=cast("int", stage),
-        microbatch=cast("int", microbatch),
-        kind=cast("Kind", kind),
-        start_s=cast("float", start_s),
-        end_s=cast("float", end_s),
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchremat._compat.autograd import at_end_of_backward
-from torchremat._compat.compiled_autograd import traced_as
+from torchremat._compat.dynamo import traced_as
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.glances import Glance
 from torchremat.planning.trained import Optimizer, Trained

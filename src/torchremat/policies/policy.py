@@ -159,14 +159,7 @@ def _checked(policy: object) -> AnyPolicy:
 
 
 def unmet(policy: Policy, kind: str, missing: list[str], seen: set[str]) -> str | None:
-    """Return the words for names in a policy that were never seen.
-
-    Args:
-        policy: The policy.
-        kind: The kind of the named things: "tensor", "module".
-        missing: The names.
-        seen: The names that were seen.
-    """
+    """Return the words for the names in `missing`, of things of a `kind`, that a policy has never seen."""
     if not missing:
         return None
     close = [one for name in missing for one in difflib.get_close_matches(name, seen, n=3, cutoff=0.3)]

@@ -11,7 +11,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from torchremat._compat.begun_devices import current_devices
+from torchremat._compat.accelerators import current_devices
 from torchremat.ambient.generators import States, drawn, generator_states
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.registry import Captured, entries
@@ -20,8 +20,8 @@ from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, reads_of
 from torchremat.state.following.code import plain_cells
-from torchremat.state.following.tensors import reach_arguments
-from torchremat.state.guarded import looks_after_itself
+from torchremat.state.following.objects import reach_arguments
+from torchremat.state.holders import looks_after_itself
 from torchremat.state.naming import name_of
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchremat._compat.begun_devices import devices_in_use
+from torchremat._compat.accelerators import devices_in_use
 from torchremat._compat.dynamo import only_in_graphs, uses_partitioner
 from torchremat._compat.modes import DispatchMode, is_traced_with_fakes
 from torchremat.ambient.generators import generator_states, restore

@@ -12,8 +12,7 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import Protocol, cast
 from weakref import WeakSet, ref
 
-from torchremat._compat.autograd import leads_elsewhere
-from torchremat._compat.thread_locals import get_from_tls, is_in_tls, remove_from_tls, stash_in_tls
+from torchremat._compat.autograd import get_from_tls, is_in_tls, leads_elsewhere, remove_from_tls, stash_in_tls
 from torchremat.errors import UnsupportedError
 from torchremat.regions.slots import Recomputable, waits
 

@@ -12,7 +12,7 @@ from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import Decision, Policy, describe
 from torchremat.regions.selective.op_info import OpInfo
 from torchremat.regions.slots import Recomputable
-from torchremat.state.guarded import check_named
+from torchremat.state.holders import check_named
 
 Check = Literal["metadata", "values", "none"]
 

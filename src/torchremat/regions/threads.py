@@ -12,14 +12,14 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from torchremat._compat.dynamo import is_traced
-from torchremat._compat.thread_locals import (
+from torchremat._compat.autograd import (
     get_from_tls,
     is_in_tls,
     is_pythons_thread,
     remove_from_tls,
     stash_in_tls,
 )
+from torchremat._compat.dynamo import is_traced
 from torchremat.regions.calls import Call
 from torchremat.regions.inputs import Frozen
 from torchremat.regions.selective.cache import Selection

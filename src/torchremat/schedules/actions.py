@@ -13,12 +13,10 @@ The text of an action is:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchremat.errors import ScheduleError
 from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree, check_tree
 
 
@@ -125,31 +123,3 @@ def _recompute(region: RegionNode) -> Iterator[Action]:
 def text(actions: Iterable[Action]) -> str:
     """Return the actions as one line, as listed at the top of this file."""
     return " ".join(str(action) for action in actions)
-
-
-_ACTION = re.compile(
-    r"F(?P<F>\d+)(?::(?P<Fo>\d+))?|H(?P<H>\d+)-(?P<Hl>\d+)|R(?P<R>\d+)(?::(?P<Ro>\d+)(?P<stops>!)?)?|B(?P<B>\d+)"
-)
-
-
-def parse(line: str) -> tuple[Action, ...]:
-    """Return the actions that `text` wrote.
-
-    Raises:
-        ScheduleError: If a word is not an action.
-    """
-    return tuple(_action(position, word) for position, word in enumerate(line.split()))
-
-
-def _action(position: int, word: str) -> Action:
-    match = _ACTION.fullmatch(word)
-    if match is None:
-        raise ScheduleError(f"action {position}: {word!r} is not one of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3")
-    number = {name: int(found) for name, found in match.groupdict().items() if found is not None and found != "!"}
-    if "F" in number:
-        return ForwardAction(number["F"], number.get("Fo"))
-    if "H" in number:
-        return HoldAction(number["H"], number["Hl"])
-    if "R" in number:
-        return RecomputeAction(number["R"], number.get("Ro"), stops=match["stops"] is not None)
-    return BackwardAction(number["B"])

@@ -125,11 +125,7 @@ def holdable(flow: Dataflow) -> list[int]:
 
 
 def select(
-    flow: Dataflow,
-    limit_bytes: int,
-    *,
-    overhead: float = 0.0,
-    cap_s: float = _CAP_S,
+    flow: Dataflow, limit_bytes: int, *, overhead: float = 0.0, cap_s: float = _CAP_S
 ) -> OperatorSelection | None:
     """Return the selection of least cost, to a ten thousandth, that holds at most `limit_bytes`; None if there is none.
 

@@ -39,6 +39,10 @@ class Persistent:
             By default chosen so that rounding loses little, with fewer slots for more stages.
         most_seconds: After so many seconds the tables leave out regions that begin at the remaining stages, the first
             ones.
+
+    Attributes:
+        lowest_slots: The fewest slots for which the tables have a tree; more than `most_slots` if they have none.
+        most_slots: The most slots that the tables reach.
     """
 
     def __init__(
@@ -54,9 +58,9 @@ class Persistent:
         self.slot_bytes = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
         # See `_search`. With slots of one byte nothing is rounded.
         self._spare = len(chain.stages) if self.slot_bytes > 1 else 0
-        self._slots = useful_bytes // self.slot_bytes + self._spare
-        self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots, most_seconds=most_seconds)
-        self._lowest = first_finite(self._tables.top[0])
+        self.most_slots = useful_bytes // self.slot_bytes + self._spare
+        self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self.most_slots, most_seconds=most_seconds)
+        self.lowest_slots = first_finite(self._tables.top[0])
         self._trees: dict[int, _FoundNodes] = {}
         # Choices made before: most trees differ in few of them.
         self._chosen_top: dict[tuple[int, int], _NextNode | None] = {}
@@ -87,8 +91,8 @@ class Persistent:
             BudgetError: If the tables have no tree up to their limit.
         """
         lowest_bytes = self._all_kept.outcome.peak_bytes
-        if self._lowest <= self._slots:
-            lowest_bytes = min(lowest_bytes, self._found(self._lowest).outcome.peak_bytes)
+        if self.lowest_slots <= self.most_slots:
+            lowest_bytes = min(lowest_bytes, self._found(self.lowest_slots).outcome.peak_bytes)
         if lowest_bytes > self.limit_bytes:
             raise BudgetError(f"no schedule fits into {self.limit_bytes} bytes; build the tables for a higher limit")
         return lowest_bytes
@@ -98,22 +102,13 @@ class Persistent:
         """Whether the tables have all regions: `most_seconds` sufficed."""
         return self._tables.are_whole
 
-    @property
-    def lowest_slots(self) -> int:
-        """The fewest slots for which the tables have a tree; more than `most_slots` if they have none."""
-        return self._lowest
-
-    @property
-    def most_slots(self) -> int:
-        """The most slots that the tables reach."""
-        return self._slots
-
     @cached_property
     def levels(self) -> NDArray[np.int64]:
         """The numbers of slots at which the cheapest tree gets cheaper, in order: one for each cost."""
         costs = self._tables.top[0]
         falls = np.flatnonzero(costs[1:] < costs[:-1]) + 1
-        return np.unique(np.append(falls, self._lowest)) if self._lowest <= self._slots else np.zeros(0, np.int64)
+        has_any = self.lowest_slots <= self.most_slots
+        return np.unique(np.append(falls, self.lowest_slots)) if has_any else np.zeros(0, np.int64)
 
     def tree_at(self, slots: int) -> Tree:
         """Return the cheapest tree for a number of slots between `lowest_slots` and `most_slots`.
@@ -135,8 +130,9 @@ class Persistent:
         if limit_bytes >= self._all_kept.outcome.peak_bytes:
             return self._all_kept
         slots = limit_bytes // self.slot_bytes
-        fits, above = max(slots, self._lowest), min(max(slots, self._lowest) + self._spare, self._slots) + 1
-        if fits > self._slots or self._found(fits).outcome.peak_bytes > limit_bytes:
+        fits = max(slots, self.lowest_slots)
+        above = min(fits + self._spare, self.most_slots) + 1
+        if fits > self.most_slots or self._found(fits).outcome.peak_bytes > limit_bytes:
             return None
         costs = self._tables.top[0]
         while above - fits > 1 and costs[above - 1] < costs[fits]:

@@ -96,7 +96,8 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
         microbatches: At least 1.
         stages: At least 1.
     """
-    _check_sizes(microbatches, stages)
+    if microbatches < 1 or stages < 1:
+        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: expected at least 1 of both")
     for tick in range(microbatches + stages - 1):
         first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
         yield [(tick - stage, stage) for stage in range(first, last + 1)]
@@ -196,8 +197,3 @@ def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int)
         case "copy" | "wait":  # refused before
             return
     yield from before(at("forward"))
-
-
-def _check_sizes(microbatches: int, stages: int) -> None:
-    if microbatches < 1 or stages < 1:
-        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: expected at least 1 of both")

@@ -107,9 +107,7 @@ class Prices:
         objective = np.append(self.cost, self.bytes * price + 1e-6 * price)
         objective /= max(float(objective.max()), 1e-300)
         solved = milp(  # without integers: all vertices of a minimum cut are integral
-            objective,
-            constraints=LinearConstraint(self.matrix, self.lower, np.inf),
-            bounds=Bounds(0, self.most),
+            objective, constraints=LinearConstraint(self.matrix, self.lower, np.inf), bounds=Bounds(0, self.most)
         )
         if solved.x is None:
             return self.joint.asked

@@ -110,12 +110,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        joint: Joint,
-        more: Iterable[Iterable[int]] = (),
-        *,
-        cap_s: float = _CAP_S,
-        prices: Prices | None = None,
+        self, joint: Joint, more: Iterable[Iterable[int]] = (), *, cap_s: float = _CAP_S, prices: Prices | None = None
     ) -> None:
         self.joint = joint
         self._more = [frozenset(saved) for saved in more]

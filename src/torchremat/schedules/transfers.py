@@ -61,17 +61,9 @@ def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Write]) -> float
         forward_s: Seconds of each position.
         writes: In the order of their requests; within one position in the order of the queue.
     """
-    asked, due = _by(writes, lambda one: one.made), _by(writes, lambda one: one.due)
-    now_s, free_s, waited_s = 0.0, 0.0, 0.0
-    done_s: dict[int, float] = {}
-    for position, seconds in enumerate(forward_s):
-        now_s += seconds
-        for write in asked.get(position, ()):
-            free_s = done_s[id(write)] = max(free_s, now_s) + write.seconds
-        for write in due.get(position, ()):
-            late_s = max(0.0, done_s[id(write)] - now_s)
-            now_s, waited_s = now_s + late_s, waited_s + late_s
-    return waited_s
+    # The end of a position is the start of the next one.
+    moved = [Read(begun=one.made + 1, due=one.due + 1, seconds=one.seconds) for one in writes]
+    return reading_wait_s([*forward_s, 0.0], moved)
 
 
 def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:

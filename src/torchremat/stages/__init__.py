@@ -1,10 +1,9 @@
 """A plan for each stage of a pipeline, from a budget for each device.
 
 samples.py    one microbatch of each stage, and the bytes on a device under any plan
-pipes.py      the samples of a `Pipe`
+pipes.py      the samples of a `Pipe`, and the bytes on a device of it at each of its actions
 schedules.py  the samples of a schedule of torch.distributed.pipelining
 loads.py      how many microbatches a device holds at each of its actions
-clocks.py     the bytes on a device of a `Pipe` at each of its actions
 parts.py      the bytes of a microbatch whose backward runs in two parts
 losses.py     the bytes of the loss, and of the optimizer of a device's stages
 sums.py       the bytes of a microbatch among several in one backward

@@ -112,15 +112,13 @@ class Choices:
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(below, -np.inf, -fixed)],
         )
         if result.x is None:
-            # Rounded up, no choice meets a limit that the lowest choice meets in bytes.
-            return self.floor if limit_bytes is not None else self._failed(str(result.message))
+            if limit_bytes is None:
+                raise bug(f"no choice for {len(self._shares)} stages and {len(self._loads)} loads: {result.message}")
+            return self.floor  # rounded up, no choice meets a limit that the lowest choice meets in bytes
         picks = dict[int, int]()
         for stage, values in zip(self._shares, np.split(result.x[:total], np.cumsum(counts)[:-1]), strict=True):
             picks[stage] = int(values.argmax())
         return self._chosen(picks)
-
-    def _failed(self, message: str) -> Chosen:
-        raise bug(f"no choice for {len(self._shares)} stages and {len(self._loads)} loads: {message}")
 
     def _chosen(self, picks: Mapping[int, int]) -> Chosen:
         shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}

@@ -40,11 +40,6 @@ from torchremat.stages.samples import Ends
 class Parts:
     """Predicts the bytes of the two parts, for trees over the units of a profile or of a mixture of its granularities.
 
-    Args:
-        module: The stage.
-        step: Runs its forward.
-        pair: Its profile.
-
     Raises:
         VersionError: This torch has no such parts.
     """

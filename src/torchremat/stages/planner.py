@@ -128,14 +128,7 @@ class StagePlanner:
 
 
 class _Planned:
-    """A device whose stages have been profiled.
-
-    Args:
-        site: The device.
-        options: What to minimise.
-        modules: The stages of this process.
-        optimizer: The optimizer of these, if it counts.
-    """
+    """A device whose stages have been profiled."""
 
     def __init__(
         self, site: Site, options: PlanOptions, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None

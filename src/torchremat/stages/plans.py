@@ -96,10 +96,6 @@ class StagePlans(Sequence[StagePlan]):
         """Return the number of stages."""
         return len(self.stages)
 
-    def __iter__(self) -> Iterator[StagePlan]:
-        """Yield the stages' plans."""
-        return iter(self.stages)
-
     @property
     def recomputed_flops(self) -> int:
         """Recomputed flops of a step, in all stages."""

@@ -159,7 +159,7 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Stag
     with ExitStack() as stack:
         stack.enter_context(untouched([stage.submod for stage in stages]))
         for stage in stages:
-            wrap(stage.submod, _is_root)
+            wrap(stage.submod, "")
             stack.callback(unwrap, stage.submod)
             stack.callback(stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove)
             stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
@@ -170,10 +170,6 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Stag
     if missing:
         raise StepError(f"the step did not run the stages {missing} of the schedule; does it call `schedule.step`?")
     return seen
-
-
-def _is_root(name: str, _: nn.Module) -> bool:
-    return name == ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,9 +9,8 @@ NOTE [ The world of a call ]
 
 In reading order:
 
-watching.py    objects that only observe
 containers.py  built-in containers, and the contents of many dicts in one piece: copied, compared, refilled
-holders.py     the contents of every other mutable object
+holders.py     the contents of every other mutable object, and objects that users name or that manage their own state
 code.py        the names that a piece of code reads, and whose code is followed
 world.py       everything reachable from a function and its arguments
 following/     the references of each kind of object
@@ -19,7 +18,6 @@ reach.py       all of these, from some roots
 backups.py     tensors that are copied before a forward, since it may write to them
 reading.py     detecting a read of a tensor that was written
 leaves.py      the version, the flag and the hooks of tensors; sharded parameters, and writes of optimizers
-guarded.py     objects that users name, and objects that manage their own state
 snapshot.py    the world as one forward saw it
 exchange.py    swapping a snapshot in for the current world
 naming.py      names for reached objects, as a reader of the code knows them

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from torchremat._compat.sharding import is_hook_of_fsdp
+from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hiding
-from torchremat.state.watching import only_looks_on
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of

@@ -13,7 +13,7 @@ from itertools import accumulate, chain, compress, count, filterfalse
 from operator import is_not
 from typing import Any, cast
 
-from torchremat.state.watching import only_looks_on
+from torchremat.ambient.global_state import only_looks_on
 
 Dict = dict[Any, Any]
 ABSENT = object()  # in place of a missing name or an empty cell

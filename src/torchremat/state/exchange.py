@@ -33,18 +33,9 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside",
-        "_flags",
-        "_hooks",
-        "_now",
-        "_rest",
-        "_snapshot",
-        "_stack",
-        "_then",
-        "_without_gradients",
-        "written",
+        "_aside", "_flags", "_hooks", "_now", "_rest", "_snapshot", "_stack", "_then", "_without_gradients", "written",
         "wrote",
-    )
+    )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, *, without_gradients: bool = False) -> None:
         self._snapshot = snapshot

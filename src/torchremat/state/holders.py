@@ -1,4 +1,7 @@
-"""Mutable objects other than dicts: their contents, read, compared by identity, and written back."""
+"""Mutable objects other than dicts: their contents, read, compared by identity, and written back.
+
+Also the objects that users name in `guard=`, some of which manage their own state.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,14 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from torchremat.state.containers import (
-    ABSENT,
-    Dict,
-    copied,
-    holds_same,
-    make,
-)
+from torchremat.errors import UnsupportedError
+from torchremat.state.containers import ABSENT, MUTABLE, Dict, copied, holds_same, make
 
 
 class Holder(ABC):
@@ -49,8 +49,8 @@ class Holder(ABC):
         return self
 
 
-class Container(Holder):
-    """A list, deque, set or bytearray."""
+class _OfItem(Holder):
+    """A holder that is not the object itself."""
 
     __slots__ = ("_item",)
 
@@ -61,6 +61,12 @@ class Container(Holder):
     def item(self) -> object:
         """The object."""
         return self._item
+
+
+class Container(_OfItem):
+    """A list, deque, set or bytearray."""
+
+    __slots__ = ()
 
     def read(self) -> object:
         """Return its current contents."""
@@ -214,19 +220,14 @@ class ClassData(Holder):
                 type.__setattr__(self._kind, name, before)
 
 
-class Slots(Holder):
+class Slots(_OfItem):
     """The attributes of an object whose class has `__slots__`."""
 
-    __slots__ = ("_item", "_names")
+    __slots__ = ("_names",)
 
     def __init__(self, item: object, names: list[str]) -> None:
-        self._item = item
+        super().__init__(item)
         self._names = names
-
-    @property
-    def item(self) -> object:
-        """The object."""
-        return self._item
 
     @staticmethod
     def of(item: object) -> Slots | None:
@@ -287,19 +288,14 @@ _FOREIGN: dict[type, _ForeignKind] = {
 FOREIGN = tuple(_FOREIGN)
 
 
-class Foreign(Holder):
+class Foreign(_OfItem):
     """An object whose state lives outside of Python: an array, or random numbers of Python or NumPy."""
 
-    __slots__ = ("_item", "_kind")
+    __slots__ = ("_kind",)
 
     def __init__(self, item: object) -> None:
-        self._item = item
+        super().__init__(item)
         self._kind = next(kind for base, kind in _FOREIGN.items() if isinstance(item, base))
-
-    @property
-    def item(self) -> object:
-        """The object."""
-        return self._item
 
     @classmethod
     def of(cls, item: object) -> Foreign | None:
@@ -319,3 +315,42 @@ class Foreign(Holder):
     def write(self, contents: Any) -> None:
         """Set its contents to what `read` returned."""
         self._kind.write(self._item, contents)
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """An object that can save and restore its own state."""
+
+    def snapshot(self) -> object:
+        """Return a copy of the current state, which later changes do not reach."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Restore the state that `snapshot` returned. May be called many times with the same value."""
+        ...
+
+
+def looks_after_itself(one: object) -> bool:
+    """Return whether an object has `snapshot()` and `restore(state)`, and is no module."""
+    return isinstance(one, Guarded) and not isinstance(one, nn.Module)
+
+
+def check_named(one: object) -> None:
+    """Refuse to guard an object without contents that can be restored.
+
+    Raises:
+        UnsupportedError: It is a tensor, a class, a constant, or an object that exposes none of its state.
+    """
+    if (
+        isinstance(one, (Tensor, type))
+        or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
+        or not (
+            isinstance(one, (Guarded, nn.Module, torch.Generator, *FOREIGN, *MUTABLE))
+            or hasattr(one, "__dict__")
+            or Slots.of(one) is not None
+        )
+    ):
+        raise UnsupportedError(
+            f"guard: the contents of {type(one).__name__} cannot be restored; name the object that holds it, or give "
+            "it `snapshot()` and `restore(state)`."
+        )

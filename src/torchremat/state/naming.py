@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat.ambient.global_state import only_looks_on
 from torchremat.state.code import class_code, is_library, reads_of
 from torchremat.state.holders import ClassData, Slots
-from torchremat.state.watching import only_looks_on
 from torchremat.tensors.structure import Leaf
 
 _DEEPEST = 8

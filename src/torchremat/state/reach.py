@@ -42,20 +42,18 @@ from torchremat.state.following.objects import (
     follow_dict,
     follow_flat,
     follow_foreign,
+    follow_generator,
     follow_list,
     follow_module,
     follow_object,
     follow_optimizer,
     follow_ours,
+    follow_parameter,
     follow_partial,
     follow_proxy,
     follow_script,
-    follow_tuple,
-)
-from torchremat.state.following.tensors import (
-    follow_generator,
-    follow_parameter,
     follow_tensor,
+    follow_tuple,
     follow_uninitialized,
 )
 from torchremat.state.holders import FOREIGN

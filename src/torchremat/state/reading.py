@@ -8,13 +8,13 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from torchremat._compat.modes import EagerMode, past_torch_function
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types, past_torch_function
 from torchremat.ambient.hidden import hidden
 
 
@@ -62,13 +62,7 @@ class Reading(EagerMode):
         with self:
             return function(*args, **kwargs)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         """Run an operator."""
         kwargs = kwargs or {}
         if not hidden.now:

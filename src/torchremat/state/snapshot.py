@@ -14,7 +14,7 @@ from torch import Tensor
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
 from torchremat.state.containers import Dict, Dicts, other, with_others
-from torchremat.state.guarded import Guarded, looks_after_itself
+from torchremat.state.holders import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.world import World
@@ -31,24 +31,16 @@ _NOTHING_HELD = torch.empty(0)
 class _Graphed:
     """The stand-in for a tensor that has a graph. See NOTE [ A snapshot holds no graph ]."""
 
-    __slots__ = (
-        "_alias",
-        "_tensor",
-    )
+    __slots__ = ("_tensor", "alias")
 
     def __init__(self, tensor: Tensor, *, holds: bool) -> None:
         self._tensor: ReferenceType[Tensor] = ref(tensor)
-        self._alias = tensor.detach() if holds else _NOTHING_HELD
-
-    @property
-    def alias(self) -> Tensor:
-        """The alias, of the same version."""
-        return self._alias
+        self.alias = tensor.detach() if holds else _NOTHING_HELD  # of the same version
 
     def shown(self) -> Tensor:
         """Return the tensor, or one like it."""
         tensor = self._tensor()
-        return self._alias.detach().requires_grad_() if tensor is None else tensor
+        return self.alias.detach().requires_grad_() if tensor is None else tensor
 
 
 class Snapshot:
@@ -83,27 +75,9 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_dicts",
-        "_leaf_hooks",
-        "_leaves",
-        "backups",
-        "by_forward",
-        "dicts",
-        "flags",
-        "generators",
-        "graphed",
-        "guarded",
-        "is_inert",
-        "lasts",
-        "modules",
-        "named",
-        "rest",
-        "roots",
-        "shards",
-        "then",
-        "waits",
-        "watched",
-    )
+        "_dicts", "_leaf_hooks", "_leaves", "backups", "by_forward", "dicts", "flags", "generators", "graphed",
+        "guarded", "is_inert", "lasts", "modules", "named", "rest", "roots", "shards", "then", "waits", "watched",
+    )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
         is_inert = world.is_inert and not guard

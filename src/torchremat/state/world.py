@@ -55,31 +55,10 @@ class World:
     """
 
     __slots__ = (
-        "bindings",
-        "called",
-        "classes",
-        "dicts",
-        "generators",
-        "has_cached",
-        "is_argument",
-        "is_named",
-        "is_whole",
-        "loose",
-        "modules",
-        "named",
-        "optimizers",
-        "pending",
-        "proxied",
-        "rest",
-        "roots",
-        "runs_code",
-        "seen",
-        "sets_generators",
-        "shards",
-        "state",
-        "tensors",
-        "waits",
-    )
+        "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
+        "loose", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
+        "sets_generators", "shards", "state", "tensors", "waits",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.dicts: list[Dict] = []

@@ -13,17 +13,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from torchremat.errors import BudgetError, UnsupportedError
+from torchremat.tensors.handles import Handle
 from torchremat.tensors.metadata import dense
 from torchremat.tensors.sizes import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from torchremat.tensors.handles import Handle
 
 
 @dataclass(frozen=True, kw_only=True)

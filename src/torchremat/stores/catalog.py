@@ -12,7 +12,8 @@ Missing on purpose: the catalog keeps nothing alive that was put. See NOTE [ Who
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -30,12 +31,10 @@ from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Schedule, Stored, as_in_memory
+from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
-
-if TYPE_CHECKING:
-    from torchremat.tensors.handles import Handle, Store
 
 
 class _UnfilledPuts(threading.local):
@@ -90,7 +89,8 @@ class Catalog:
         return self._shared.totals
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), self.store, self.min_bytes, self.window_bytes, self.by_storage)
+        options = {"min_bytes": self.min_bytes, "window_bytes": self.window_bytes, "by_storage": self.by_storage}
+        return partial(type(self), self.store, **options), ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Catalog:
         return self
@@ -303,12 +303,6 @@ def _place_of(packed: InCatalog) -> str:
         if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", None) is packed:
             return f"{what} that {node.name()} has saved as `{name.removeprefix('_raw_saved_')}`"
     return f"{what} that {node.name()} has saved"
-
-
-def _again(
-    kind: type[Catalog], store: Store, min_bytes: int, window_bytes: int | None, by_storage: bool = False
-) -> Catalog:
-    return kind(store, min_bytes=min_bytes, window_bytes=window_bytes, by_storage=by_storage)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -128,8 +128,8 @@ class Disk(Remade):
         seen = Versioned(tensor)
         # The tensor itself, or a copy that no other code knows.
         source = content.line(tensor).to(_HOST).resolve_conj().resolve_neg()
-        entry = Entry(content, source, extents)
-        entry.is_own = source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        is_own = source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        entry = Entry(content, Versioned(source), extents, is_own)
         goes_on_reading(source)
         if seen.is_written:  # another thread has written to it meanwhile
             entry.changed = str(seen.written())

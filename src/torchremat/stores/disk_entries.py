@@ -40,49 +40,37 @@ class State(Enum):
     DROPPED = auto()
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One tensor of a disk writer. All but `source` and `ahead` change only under the disk writer's lock."""
 
-    __slots__ = (
-        "ahead",
-        "changed",
-        "checksum",
-        "content",
-        "extents",
-        "is_own",
-        "mover",
-        "restarts",
-        "source",
-        "state",
-    )
-
-    def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
-        self.content = content
-        self.extents = extents
-        self.source: Versioned | None = Versioned(source)
-        self.is_own = False  # whether no other code knows the source
-        self.restarts = False  # whether the write in progress must be done again
-        self.state = State.WAITING
-        self.mover: threading.Thread | None = None
-        self.checksum = 0
-        self.changed: str | None = None  # the message of the error, if it was written in place
-        self.ahead: ReadAhead | None = None
+    content: Content
+    source: Versioned | None
+    extents: list[Extent]
+    is_own: bool = False  # whether no other code knows the source
+    restarts: bool = False  # whether the write in progress must be done again
+    state: State = State.WAITING
+    mover: threading.Thread | None = None
+    checksum: int = 0
+    changed: str | None = None  # the message of the error, if it was written in place
+    ahead: ReadAhead | None = None
 
 
+@dataclass(eq=False, slots=True)
 class ReadAhead:
     """A read that began before any caller waited for it.
 
-    Args:
-        fresh: The memory for it, allocated by the thread that asks: a profiler of that thread's allocations sees it, at
-            a program point that does not depend on when the disk is ready.
+    Attributes:
+        tensor: The memory for it, allocated by the thread that asks: a profiler of that thread's allocations sees it,
+            at a program point that does not depend on when the disk is ready. None if the read has failed: the caller
+            reads again, and sees why.
+        mover: The thread that reads.
+        done: Whether it has ended.
     """
 
-    __slots__ = ("done", "mover", "tensor")
-
-    def __init__(self, fresh: Tensor) -> None:
-        self.mover: threading.Thread | None = None
-        self.done = False
-        self.tensor: Tensor | None = fresh  # None if the read has failed: the caller reads again, and sees why
+    tensor: Tensor | None
+    mover: threading.Thread | None = None
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,9 +256,6 @@ class DiskWriter:
             self.ledger.copied(out_bytes=entry.content.size_bytes)
         self._done(entry, outcome.state)
 
-    def _lives(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
     def _start(self) -> None:
         if self._threads or self._closing:
             return
@@ -293,7 +290,7 @@ class DiskWriter:
                 self._settle()
                 if is_so():
                     return
-                waiting = None if self._lives() else self._next()
+                waiting = None if any(thread.is_alive() for thread in self._threads) else self._next()
                 if waiting is None:
                     self._wait(patience)
                     continue

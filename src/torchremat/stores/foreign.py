@@ -18,9 +18,6 @@ class Counter:
     Tensors count versions, storages do not, and a tensor keeps its storage alive. But a detached alias that is given
     other data, of no bytes, still counts with the tensor that it was detached from; and an alias of such a counter that
     is given a view of the storage counts with it again.
-
-    Args:
-        tensor: The tensor.
     """
 
     __slots__ = ("_alias", "_version")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from torchremat.errors import bug
+from torchremat.errors import MutationError, bug
 from torchremat.tensors.copies import apart
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import Owner, Packed
@@ -23,9 +23,8 @@ class InCatalog(Packed):
     def get(self) -> Tensor:
         """Return the tensor, without graph."""
 
-    @abstractmethod
     def let_go(self) -> None:
-        """Release everything that was put, since no further call asks for it."""
+        """Release everything that was put, since no further call asks for it; here nothing was."""
 
     @property
     def owners(self) -> Iterable[Owner]:
@@ -45,12 +44,18 @@ class InCatalog(Packed):
 
 
 class Emptied(InCatalog):
-    """Metadata without a tensor, for a compiled graph to remember."""
+    """Metadata without a tensor: for a compiled graph to remember, or of a tensor whose values were lost.
 
-    __slots__ = ("_metadata",)
+    Args:
+        metadata: The metadata of the tensor.
+        lost: Why the values were lost; empty for what a compiled graph remembers.
+    """
 
-    def __init__(self, metadata: Metadata) -> None:
+    __slots__ = ("_lost", "_metadata")
+
+    def __init__(self, metadata: Metadata, lost: str = "") -> None:
         self._metadata = metadata
+        self._lost = lost
 
     @property
     def metadata(self) -> Metadata:
@@ -58,11 +63,14 @@ class Emptied(InCatalog):
         return self._metadata
 
     def get(self) -> Tensor:
-        """Refuse: only a compiler has this object."""
-        raise bug("a compiled graph has asked what it was traced with for a saved tensor")
+        """Refuse.
 
-    def let_go(self) -> None:
-        """Do nothing: it holds nothing."""
+        Raises:
+            MutationError: The tensor was written after it was saved, by the operation that saves it.
+        """
+        if self._lost:
+            raise MutationError(self._lost)
+        raise bug("a compiled graph has asked what it was traced with for a saved tensor")
 
 
 class Kept(InCatalog):

@@ -14,7 +14,7 @@ thirty-second of it, and releases the whole tensor as soon as that other operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import cast
@@ -27,15 +27,15 @@ from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
 from torchremat._compat.binding import NEWEST, RELEASE
-from torchremat._compat.modes import sequence_number
+from torchremat._compat.modes import Args, Kwargs, Operation, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.global_state import only_watches
-from torchremat.errors import MutationError, StoreError, StoreWarning, warn
+from torchremat.errors import StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.foreign import is_leaf_of_model
-from torchremat.stores.held import InCatalog
+from torchremat.stores.held import Emptied, InCatalog
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
@@ -146,28 +146,6 @@ class Surrogate(InCatalog):
         """The metadata of the tensor."""
         return self.geometry.shape, self.geometry.dtype, self.geometry.device, self.geometry.strides
 
-    def let_go(self) -> None:
-        """Do nothing: one bit per element may stay until the backward ends."""
-
-
-@dataclass(frozen=True)
-class _WrittenAfterSave(InCatalog):
-    """A tensor that was written after it was saved, by the operation that saves it."""
-
-    message: str
-    known: Metadata
-
-    @property
-    def metadata(self) -> Metadata:
-        """The metadata of the tensor."""
-        return self.known
-
-    def get(self) -> Tensor:
-        raise MutationError(self.message)
-
-    def let_go(self) -> None:
-        """Do nothing: it holds nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class _WaitingSlots:
@@ -216,13 +194,7 @@ class SlotWatch(TorchFunctionMode):
         self._waiting.append(_WaitingSlots(narrowable, Versioned(tensor)))
         return narrowable
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         """Run an operation, and store its saves once it has returned."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._since >= 0:
             return func(*args, **(kwargs or {}))
@@ -249,7 +221,7 @@ class SlotWatch(TorchFunctionMode):
             for one in waiting:
                 tensor = one.saved.tensor
                 if one.saved.is_written:
-                    one.narrowable.put(_WrittenAfterSave(str(one.saved.written()), metadata_of(tensor)))
+                    one.narrowable.put(Emptied(metadata_of(tensor), str(one.saved.written())))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(tensor, slot)

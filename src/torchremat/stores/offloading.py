@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,10 +18,7 @@ from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
-
-if TYPE_CHECKING:
-    from torchremat.tensors.handles import Store
-
+from torchremat.tensors.handles import Store
 
 # NOTE [ Inside of a region ]
 # Only the innermost hooks are called. If only a store's hooks were called, a region around them would not know of the

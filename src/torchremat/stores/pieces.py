@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from weakref import ReferenceType
 
 import torch
@@ -20,6 +21,7 @@ _DEVICE_ALIGNMENT = 256
 WORST_ITEMSIZE = 16  # of complex128
 
 
+@dataclass(eq=False, slots=True)
 class Piece:
     """Some bytes of a storage that a store has.
 
@@ -27,24 +29,21 @@ class Piece:
         handle: The store's claim on them.
         start: The first byte.
         stop: The byte after the last.
-        size: The shape of a pattern with gaps; None if no byte is missing.
-        stride: Its strides.
         dtype: The dtype of the tensor that the store was given.
         count: How many elements that tensor has.
+        size: The shape of a pattern with gaps; None if no byte is missing.
+        stride: Its strides.
         given: The memory of a copy that replaced the tensor, since the tensor was about to be written.
     """
 
-    __slots__ = ("count", "dtype", "given", "handle", "size", "start", "stop", "stride")
-
-    def __init__(self, handle: Handle, start: int, stop: int, dtype: torch.dtype, count: int) -> None:
-        self.handle = handle
-        self.start = start
-        self.stop = stop
-        self.dtype = dtype
-        self.count = count
-        self.size: torch.Size | None = None
-        self.stride: tuple[int, ...] = ()
-        self.given: ReferenceType[UntypedStorage] | None = None
+    handle: Handle
+    start: int
+    stop: int
+    dtype: torch.dtype
+    count: int
+    size: torch.Size | None = None
+    stride: tuple[int, ...] = ()
+    given: ReferenceType[UntypedStorage] | None = None
 
     def load(self) -> Tensor:
         """Return the tensor that the store was given, flat."""
@@ -59,6 +58,7 @@ class Piece:
         return tensor.detach()
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ByteSpan:
     """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer.
 
@@ -71,17 +71,16 @@ class ByteSpan:
         is_coming: Whether the store was told to bring the bytes back.
     """
 
-    __slots__ = ("__weakref__", "_loaded", "held", "hot", "is_coming", "pieces", "start", "stop")
-
-    def __init__(self, start: int, stop: int, pieces: list[Piece]) -> None:
-        self.start = start
-        self.stop = stop
-        self.pieces = pieces
-        self.hot: WeakBytes | None = None
-        self.held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[TensorPlace]]]] = {}
-        self.is_coming = False
-        # On a device: the stream that loaded it, and the event when that was done.
-        self._loaded: tuple[torch.Stream, torch.Event] | None = None
+    start: int
+    stop: int
+    pieces: list[Piece]
+    hot: WeakBytes | None = None
+    held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[TensorPlace]]]] = field(
+        default_factory=dict[int, "tuple[Tensor | UntypedStorage, set[ReferenceType[TensorPlace]]]"]
+    )
+    is_coming: bool = False
+    # On a device: the stream that loaded it, and the event when that was done.
+    _loaded: tuple[torch.Stream, torch.Event] | None = None
 
     @property
     def is_hot(self) -> bool:

@@ -72,18 +72,9 @@ class Record:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_aliases",
-        "_by_storage",
-        "_device",
-        "_is_complete",
-        "_lock",
-        "_origin",
-        "_shared",
-        "_spans",
-        "_start_address",
-        "_waiting",
-    )
+        "__weakref__", "_aliases", "_by_storage", "_device", "_is_complete", "_lock", "_origin", "_shared", "_spans",
+        "_start_address", "_waiting",
+    )  # fmt: skip
 
     def __init__(
         self, tensor: Tensor, shared: Shared, by_storage: RecordsByStorage, *, is_watched: bool = True

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.operators import above_bound, below_bound
+from torchremat._compat.tensors import fills_memory
 from torchremat.stores.codecs.lossless import spread_bits
 
 _aten = torch.ops.aten
@@ -46,14 +47,7 @@ class Geometry:
 
     def is_dense(self) -> bool:
         """Return whether the elements fill one piece of memory, each at one place of it."""
-        step = 1
-        for stride, size in sorted(
-            (stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1
-        ):
-            if stride != step:
-                return False
-            step *= size
-        return True
+        return fills_memory(self.shape, self.strides)
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -192,42 +186,28 @@ def _middle(least: float, most: float, dtype: torch.dtype) -> float | None:
 
 Need = Shape | Splitter
 
+_SHAPE_OF_SELF = (
+    "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0", "AdaptiveMaxPool2DBackward0",
+    "AdaptiveMaxPool3DBackward0", "AvgPool2DBackward0", "AvgPool3DBackward0", "CummaxBackward0", "CumminBackward0",
+    "FractionalMaxPool2DBackward0", "FractionalMaxPool3DBackward0", "GatherBackward0", "MaskedSelectBackward0",
+    "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "NllLoss2DBackward0", "NllLossBackward0",
+    "ReflectionPad1DBackward0", "ReflectionPad2DBackward0", "ReflectionPad3DBackward0", "ReplicationPad1DBackward0",
+    "ReplicationPad2DBackward0", "ReplicationPad3DBackward0", "TakeBackward0",
+)  # fmt: skip
 # By the name of the node and the name of the slot. See NOTE [ A surrogate ]
 NEEDS: Mapping[str, Mapping[str, Need]] = {
-    "AdaptiveAvgPool2DBackward0": {"self": SHAPE},
-    "AdaptiveAvgPool3DBackward0": {"self": SHAPE},
-    "AdaptiveMaxPool2DBackward0": {"self": SHAPE},
-    "AdaptiveMaxPool3DBackward0": {"self": SHAPE},
-    "AvgPool2DBackward0": {"self": SHAPE},
-    "AvgPool3DBackward0": {"self": SHAPE},
+    **{node: {"self": SHAPE} for node in _SHAPE_OF_SELF},
     "ClampBackward1": {"self": _clamp},
     "ClampMaxBackward0": {"self": _clamp_max},
     "ClampMinBackward0": {"self": _clamp_min},
-    "CummaxBackward0": {"self": SHAPE},
-    "CumminBackward0": {"self": SHAPE},
-    "FractionalMaxPool2DBackward0": {"self": SHAPE},
-    "FractionalMaxPool3DBackward0": {"self": SHAPE},
-    "GatherBackward0": {"self": SHAPE},
     "HardshrinkBackward0": {"self": _hardshrink},
     "HardsigmoidBackward0": {"self": _hardsigmoid},
     "HardtanhBackward0": {"self": _hardtanh},
     "LeakyReluBackward0": {"self": _leaky_relu},
     "LeakyReluBackward1": {"result": _leaky_relu},
-    "MaskedSelectBackward0": {"self": SHAPE},
-    "MaxPool2DWithIndicesBackward0": {"self": SHAPE},
-    "MaxPool3DWithIndicesBackward0": {"self": SHAPE},
     "NativeLayerNormBackward0": {"bias": SHAPE},
-    "NllLoss2DBackward0": {"self": SHAPE},
-    "NllLossBackward0": {"self": SHAPE},
-    "ReflectionPad1DBackward0": {"self": SHAPE},
-    "ReflectionPad2DBackward0": {"self": SHAPE},
-    "ReflectionPad3DBackward0": {"self": SHAPE},
     "ReluBackward0": {"result": _relu},
-    "ReplicationPad1DBackward0": {"self": SHAPE},
-    "ReplicationPad2DBackward0": {"self": SHAPE},
-    "ReplicationPad3DBackward0": {"self": SHAPE},
     "SoftshrinkBackward0": {"self": _softshrink},
-    "TakeBackward0": {"self": SHAPE},
     "ThresholdBackward0": {"self": _threshold},
     "ThresholdBackward1": {"self": _threshold},
 }

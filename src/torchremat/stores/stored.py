@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -23,6 +24,7 @@ from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.packed import Owner
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Turn:
     """The turn of one saved tensor, which owns it.
 
@@ -32,11 +34,8 @@ class Turn:
         number: Its number in the order; negative before that is known.
     """
 
-    __slots__ = ("__weakref__", "number", "prefetch")
-
-    def __init__(self, prefetch: Callable[[], int]) -> None:
-        self.prefetch = prefetch
-        self.number = -1
+    prefetch: Callable[[], int]
+    number: int = -1
 
 
 class Schedule:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.base import Remade, StoreStatistics, content_of, filled, land, statistics_of
-
-if TYPE_CHECKING:
-    from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.handles import Handle, Store
 
 
 class Tiers(Remade):

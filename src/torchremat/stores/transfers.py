@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -70,18 +71,23 @@ class CopyAhead(NamedTuple):
     owner: torch.Stream
 
 
+@dataclass(eq=False, slots=True)
 class Flight:
-    """One copy out."""
+    """One copy out.
 
-    __slots__ = ("changed", "copied", "is_awaited", "size_bytes", "source")
+    Attributes:
+        source: A view of the tensor, or a copy that no other code writes to; None once it was copied.
+        copied: Fires when the copy is done.
+        size_bytes: Its bytes.
+        is_awaited: Whether the stream that writes waits for the copy.
+        changed: The message of the error, if the tensor was written before it was copied.
+    """
 
-    def __init__(self, source: Tensor, copied: torch.Event) -> None:
-        # A view of the tensor, or a copy that no other code writes to.
-        self.source: Versioned | None = Versioned(source)
-        self.copied = copied
-        self.size_bytes = source.nbytes
-        self.is_awaited = False  # whether the stream that writes waits for the copy
-        self.changed: str | None = None
+    source: Versioned | None
+    copied: torch.Event
+    size_bytes: int
+    is_awaited: bool = False
+    changed: str | None = None
 
 
 class Transfers:
@@ -173,7 +179,7 @@ class Transfers:
         stream.wait_stream(current_stream(content.device))
         with accelerator.on(stream):
             host.copy_(line, non_blocking=True)
-        return Flight(line, accelerator.event(stream))
+        return Flight(Versioned(line), accelerator.event(stream), line.nbytes)
 
     def _landed(self, flight: Flight) -> None:
         source = flight.source

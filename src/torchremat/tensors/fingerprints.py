@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.modes import without_torch_function
+from torchremat._compat.tensors import is_dense
 from torchremat._compat.transforms import below_transforms, transform_level_of, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
-from torchremat.tensors.metadata import is_dense
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 # The most bytes that Python hashes sooner than NumPy adds them up.

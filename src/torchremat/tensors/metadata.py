@@ -57,14 +57,16 @@ def with_strides(tensor: Tensor, then: Metadata) -> Tensor:
     strides = then[3]
     if now[3] == strides or now[:2] != then[:2] or not isinstance(strides, tuple) or not isinstance(now[3], tuple):
         return tensor
-    # Along a dimension of stride 0 only one element exists, repeated.
-    single = tensor[
-        tuple(
-            slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(then[0], strides, strict=True)
-        )
-    ]
+    single = tensor[without_repeats(then[0], strides)]
     packed = torch.empty_strided(single.shape, _packed(single.shape, strides), dtype=tensor.dtype, device=tensor.device)
     return packed.copy_(single).expand(then[0])
+
+
+def without_repeats(shape: torch.Size, strides: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the index of each element once: along a dimension of stride 0 only one exists, repeated."""
+    return tuple(
+        slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(shape, strides, strict=True)
+    )
 
 
 def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,15 +77,6 @@ def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     if all(size == 1 or found == stride for size, found, stride in zip(single, packed, strides, strict=True)):
         return strides
     return tuple(0 if repeated else stride for stride, repeated in zip(packed, repeats, strict=True))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a strided tensor has each byte of its stretch of memory once, in whatever order."""
-    shape, strides = tensor.shape, tensor.stride()
-    return tensor.is_contiguous() or all(
-        size == 1 or stride == packed
-        for size, stride, packed in zip(shape, strides, _packed(shape, strides), strict=True)
-    )
 
 
 def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

@@ -38,10 +38,10 @@ from torchremat._compat.compiled_autograd import (
     register_black_box,
     remember_stand_in,
     reuses_memory,
-    traced_as,
 )
+from torchremat._compat.dynamo import traced_as
 from torchremat.errors import UnsupportedError
-from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.metadata import Metadata, metadata_of, without_repeats
 
 Hook = TypeVar("Hook", bound=Callable[[Any], Tensor])
 
@@ -150,10 +150,7 @@ def _copy(tensor: Tensor, metadata: Metadata) -> Tensor:
     shape, dtype, device, strides = metadata
     assert isinstance(strides, tuple)
     copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Along a dimension of stride 0 only one element exists, repeated.
-    single = tuple(
-        slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(shape, strides, strict=True)
-    )
+    single = without_repeats(shape, strides)
     copy[single].copy_(tensor[single])
     return copy
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.containers import registered_containers
+from torchremat._compat.tensors import registered_containers
 
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice}

@@ -69,16 +69,7 @@ def staircase_chart(
     title: str,
     note: str = "",
 ) -> Chart:
-    """Return peak against time; the key of each point is its number.
-
-    Args:
-        peak_bytes: The peak of each point.
-        slowdowns: The slowdown of each point.
-        says: The hover text of each point.
-        marks: Labels next to some of the points.
-        title: Of the chart.
-        note: Of the chart.
-    """
+    """Return peak against time; the key of each point is its number."""
     unit, size = unit_of(max(peak_bytes))
     peaks = [peak / size for peak in peak_bytes]
     data: list[Figure] = [

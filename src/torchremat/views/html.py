@@ -31,7 +31,7 @@ def write_page(page: Page, path: str | Path) -> None:
     parts = {
         "title": escape(page.title),
         "style": _resource("page.css"),
-        "facts": _facts(page.facts),
+        "facts": f"<dl>{''.join(map(_fact, page.facts))}</dl>",
         "charts": "\n".join(
             f'<section class="chart"><h2>{escape(one.title)}</h2>{_note(one.note)}'
             f'<div class="figure" data-chart="{place}" style="height:{one.height}px"></div></section>'
@@ -65,7 +65,8 @@ def _library() -> Callable[[], str]:
 
 def fragment(page: Page) -> str:
     """Return the facts and the first table of a page for a notebook, without scripts, in the notebook's own style."""
-    pieces = [f"<p><strong>{escape(page.title)}</strong></p>", _plain_facts(page.facts)]
+    facts = "".join(map(_plain_fact, page.facts))
+    pieces = [f"<p><strong>{escape(page.title)}</strong></p>", f"<table>{facts}</table>"]
     if page.tables:
         pieces.append(_plain_table(page.tables[0]))
     return "".join(pieces)
@@ -77,10 +78,6 @@ def _resource(name: str) -> str:
 
 def _note(note: str) -> str:
     return f'<p class="note">{escape(note)}</p>' if note else ""
-
-
-def _facts(facts: Sequence[Fact]) -> str:
-    return f"<dl>{''.join(map(_fact, facts))}</dl>"
 
 
 def _fact(one: Fact) -> str:
@@ -117,10 +114,6 @@ def _cell(cell: TableCell, is_number: bool, share: float | None) -> str:
 def _numbers(table: Table) -> list[bool]:
     """Return for each column whether it has numbers."""
     return [any(row.cells[place].order is not None for row in table.rows) for place in range(len(table.columns))]
-
-
-def _plain_facts(facts: Sequence[Fact]) -> str:
-    return f"<table>{''.join(map(_plain_fact, facts))}</table>"
 
 
 def _plain_fact(one: Fact) -> str:

@@ -112,13 +112,7 @@ def _before(step: Step, scale: float, size: int) -> list[Figure]:
     ]
 
 
-_AREA: Figure = {
-    "type": "scatter",
-    "mode": "lines",
-    "fill": "toself",
-    "line": {"width": 0},
-    "hoverinfo": "skip",
-}
+_AREA: Figure = {"type": "scatter", "mode": "lines", "fill": "toself", "line": {"width": 0}, "hoverinfo": "skip"}
 
 
 def _area(step: Step, points: Sequence[CurvePoint], phase: str, scale: float, size: int) -> Figure:

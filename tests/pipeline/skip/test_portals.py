@@ -102,15 +102,22 @@ def test_a_copy_that_nobody_uses_gets_no_gradient():
     assert torch.equal(x.grad, x.detach().cos())
 
 
+class FakeStream(str):
+    """A stream with a name for its device."""
+
+    @property
+    def device(self):
+        return f"device of {self}"
+
+
 def test_the_copy_waits_and_is_waited_for(monkeypatch):
     events, source, target = [], torch.device("cpu"), torch.device("cpu")
     monkeypatch.setattr(copying, "wait_stream", lambda waiting, awaited: events.append(f"{waiting} for {awaited}"))
     monkeypatch.setattr(copying, "copied", lambda tensor, *streams: events.append(f"copy {streams}") or tensor.clone())
-    monkeypatch.setattr(portals, "device_of", lambda stream: f"device of {stream}")
     monkeypatch.setattr(portals, "current_stream", lambda device: f"current of {device}")
     x = leaf(3)
     portal = Portal(x.sin(), 0, 1)
-    portal.copy("A", "B")
+    portal.copy(FakeStream("A"), FakeStream("B"))
     events.append("backward")
     portal.take().sum().backward()
 

@@ -29,7 +29,7 @@ from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
-from torchremat.pipeline.timeline import Timeline
+from torchremat.pipeline.timeline import Timeline, timeline_of
 from torchremat.regions.patches import scopes_on
 from torchremat.schedules.pipelines import Order, recomputing
 from torchremat.tensors.sizes import parse_bytes
@@ -56,10 +56,7 @@ def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
         for then_s, those in known
         for event in those
     )
-    workers = tuple(tuple(sorted({action.stage for action in actions})) for actions in order)
-    stages = sum(map(len, workers))
-    alone = workers == tuple((stage,) for stage in range(stages))
-    return Timeline(events=moved, stages=stages, workers=() if alone else workers)
+    return timeline_of(moved, order)
 
 
 Choice = Literal["all", "in_flight"]

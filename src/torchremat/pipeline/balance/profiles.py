@@ -13,8 +13,7 @@ from torchremat.errors import ScheduleError, StepError
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_materialised
 from torchremat.pipeline.balance.costs import first_microbatch, layer_bytes, layer_seconds
-from torchremat.pipeline.balance.division import Balance, Unit
-from torchremat.pipeline.balance.partition import partition
+from torchremat.pipeline.balance.partition import Balance, Unit, partition
 from torchremat.tensors.structure import tensors_in
 
 

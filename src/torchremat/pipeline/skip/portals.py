@@ -27,7 +27,7 @@ from torch import Tensor
 from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.skip.layouts import Key, SkipLayout
-from torchremat.pipeline.streams import Stream, current_stream, device_of
+from torchremat.pipeline.streams import Stream, current_stream
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split, tensors_in
 
@@ -64,9 +64,9 @@ class Portal:
         tensors: list[Tensor] = []
         template = split(self.take(), tensors, [])
         self._check(tensors)
-        tensors = wait_all(tensors, current_stream(device_of(source_stream)), source_stream)
+        tensors = wait_all(tensors, current_stream(source_stream.device), source_stream)
         tensors = copy_all(tensors, source_stream, target_stream)
-        tensors = wait_all(tensors, target_stream, current_stream(device_of(target_stream)))
+        tensors = wait_all(tensors, target_stream, current_stream(target_stream.device))
         self._value = join(template, tensors)
 
     def _check(self, tensors: list[Tensor]) -> None:

@@ -189,18 +189,7 @@ def claim_of(
     stores: bool = False,
     stepping: Stepping = PLAIN_STEPPING,
 ) -> Claim:
-    """Return the data for the certificate of a tree.
-
-    Args:
-        profile: The profile of the tree.
-        tree: The tree.
-        prediction: The prediction for the tree.
-        unit: The unit of the costs.
-        step: The plain step.
-        limit_bytes: The budget minus the bytes live before a step.
-        stores: Whether tensors wait in stores.
-        stepping: How the optimizer steps.
-    """
+    """Return the data for the certificate of a tree."""
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
     nested = underestimate(profile, unit)

@@ -10,7 +10,6 @@ Tensors from before the step do not count, even if written: parameters, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import taken_bytes
+from torchremat._compat.modes import Args, Kwargs, Operation, Types
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
@@ -91,11 +91,7 @@ def plain_step(
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     flops = FlopCounter()
-    with (
-        machine.logged() as recorder,
-        subject.untouched(),
-        _PlainStepTracer(flops, machine.device, recorder) as log,
-    ):
+    with machine.logged() as recorder, subject.untouched(), _PlainStepTracer(flops, machine.device, recorder) as log:
         loss = subject.forward()
         log.in_backward = True
         run_backward(loss)
@@ -165,13 +161,7 @@ class _PlainStepTracer(OperatorTracer):
         # Not the memory's device: the memory of fakes is on none. "cuda" without an index means any.
         return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if not self.in_backward or func is _DEVICE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}

@@ -4,8 +4,7 @@ graphs.py        the joint graph of forward and backward, read as data
 trials.py        operators run by themselves, to see their allocations: the workspaces of a joint graph's kernels
 programs.py      the program that Inductor writes for a graph, line by line
 running.py       the live bytes while its programs run
-halves.py        the two graphs of a split, and their peak
-aiming.py        a split whose programs fit
+halves.py        the two graphs of a split, their peak, and a split whose programs fit
 partitioning.py  `PeakPartitioner`
 compilation.py   `compiled`
 """

@@ -22,12 +22,11 @@ from torchremat._compat.inductor import is_incoming, known, must_be_in_backward
 from torchremat._compat.operators import is_operator, name_of
 from torchremat.measuring.flops import formula_of
 from torchremat.measuring.storages import address_of
-from torchremat.planning.compiling.trials import Workspaces, measured_workspaces
+from torchremat.planning.compiling.trials import Workspaces, measured_workspaces, strided
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Operator
 from torchremat.schedules.joint import Joint
 from torchremat.schedules.kernels import walk
-from torchremat.tensors.structure import tensors_in
 
 # Flops that take as long as one byte; accelerators have a higher ratio, because of their matrix units.
 _FLOPS_PER_BYTE = {"cpu": 10.0}
@@ -186,7 +185,7 @@ class _Values:
 
     def of(self, node: Node) -> list[int]:
         """Return the values of the tensors that a node makes."""
-        tensors = _tensors(node)
+        tensors = strided(node)
         return [self._number(*one) for one in zip(tensors, self.workspaces.made_by(node, tensors), strict=True)]
 
     def _number(self, tensor: Tensor, size: int) -> int:
@@ -238,16 +237,8 @@ def _flat(arguments: object) -> list[object]:
     return [arguments]
 
 
-def _tensors(node: Node) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(node.meta.get("val")) if _has_storage(tensor)]
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
 def _addresses(node: Node) -> Iterator[int]:
-    for tensor in _tensors(node):
+    for tensor in strided(node):
         yield address_of(tensor.untyped_storage())
 
 
@@ -255,7 +246,7 @@ def _device_of(graph: Graph) -> torch.device:
     """The device with the most bytes."""
     total: dict[torch.device, int] = {}
     for node in graph.nodes:
-        for tensor in _tensors(node):
+        for tensor in strided(node):
             total[tensor.device] = total.get(tensor.device, 0) + known(tensor.untyped_storage().nbytes())
     return max(total, key=lambda device: total[device], default=torch.device("cpu"))
 

@@ -34,9 +34,8 @@ from torchremat._compat.inductor import (
 )
 from torchremat.errors import BudgetError, CompileWarning, warn
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
-from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import JointReading, read_graph
-from torchremat.planning.compiling.halves import Halver, Halves
+from torchremat.planning.compiling.halves import Halver, Halves, aimed
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices

@@ -37,9 +37,6 @@ _OPERATORS = ("torch.ops.", "extern_kernels.", "aten.")
 class Program:
     """The program that Inductor has written for a graph.
 
-    Args:
-        wrapper: The program as text.
-
     Attributes:
         tensors: Shape, strides, dtype and device of each name that is a tensor.
         lines: In the order in which they run.

@@ -194,9 +194,10 @@ def _is_view(node: Node) -> bool:
     """Whether a call makes no new storage and writes to none."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return False
-    given = {address_of(one.untyped_storage()) for other in node.all_input_nodes for one in _strided(other)}
-    return all(address_of(one.untyped_storage()) in given for one in _strided(node))
+    given = {address_of(one.untyped_storage()) for other in node.all_input_nodes for one in strided(other)}
+    return all(address_of(one.untyped_storage()) in given for one in strided(node))
 
 
-def _strided(node: Node) -> list[Tensor]:
+def strided(node: Node) -> list[Tensor]:
+    """Return the tensors with a storage that a node makes."""
     return [one for one in tensors_in(node.meta.get("val")) if one.layout is torch.strided]

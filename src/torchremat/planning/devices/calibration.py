@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.measuring.allocator import check_free_to_record, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
@@ -60,13 +60,7 @@ class _KernelTimer(EagerMode):
         self._mark = mark
         self._wait = partial(accelerator_of(device).synchronize, device)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         named = kwargs or {}
         first = self._mark("operator")
         self._wait()

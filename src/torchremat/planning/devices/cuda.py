@@ -14,7 +14,7 @@ Functions that torch's own functions call are not seen, so `nn.MultiheadAttentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.fakes import below_autograd
+from torchremat._compat.modes import Args, Kwargs, Operation
 from torchremat.ambient.global_state import acts
 
 _ATEN = cast("Any", torch.ops.aten)  # its operators have no types
@@ -35,13 +36,7 @@ _MOST_TRAINED, _MOST_RUN, _LEAST_EPS = 880801, 65535, 1e-5
 class OnCuda(TorchFunctionMode):
     """Runs functions with the operators that they have on CUDA."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         named = dict(kwargs or {})
         if torch.is_autocast_enabled("cpu"):
             if func in _IN_FLOAT32:

@@ -14,7 +14,7 @@ import copy
 import functools
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.fakes import autocast_of_cuda, fake_mode
+from torchremat._compat.modes import Args, Kwargs, Operation
 from torchremat.errors import DeviceError, StepError, UnsupportedError
 from torchremat.frames import PACKAGES
 from torchremat.measuring.callers import reads_data
@@ -230,13 +231,7 @@ class _Copying(TorchFunctionMode):
         super().__init__()
         self._fakes = fakes
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         # A parameter that belongs to no module copies itself by a clone of its data.
         if func is Tensor.__deepcopy__ or func is Tensor.clone:
             return self._fakes.tensor(cast("Tensor", args[0]))

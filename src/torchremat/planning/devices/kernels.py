@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from torchremat._compat.modes import Args, Operation
 from torchremat.measuring.flops import formula_of
 from torchremat.measuring.simulation import KernelCost
 from torchremat.measuring.storages import tensors_in
@@ -18,7 +19,7 @@ from torchremat.planning.devices.device import Device
 _WITH_WORKSPACE = ("convolution", "scaled_dot_product", "rnn", "lstm", "gru", "_linalg", "_fft")
 
 
-def signature(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
+def signature(func: Operation, args: Args, kwargs: Mapping[str, object]) -> str:
     """Return the key shared by calls of equal cost: the operator's name, shapes, dtypes, layouts, options.
 
     Floats are left out: the cost of a kernel does not depend on them. Keyword arguments that are None are left out too,
@@ -51,11 +52,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def intensity(
-    func: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    result: object,
-    made: list[Tensor],
+    func: Operation, args: Args, kwargs: Mapping[str, object], result: object, made: list[Tensor]
 ) -> tuple[int, int, torch.dtype]:
     """Return the flops of an operator, the bytes that it reads and writes, and the dtype that it computes in."""
     formula = formula_of(func)
@@ -82,20 +79,13 @@ class Kernels:
             name.partition("(")[0] for name, kernel in device.kernels.items() if kernel.workspace_bytes > _NOTABLE_BYTES
         }
 
-    def storage_bytes(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[int, ...]:
+    def storage_bytes(self, func: Operation, args: Args, kwargs: Mapping[str, object]) -> tuple[int, ...]:
         """Return the bytes of the storages that an operator makes, as measured."""
         known = self.device.kernels.get(signature(func, args, kwargs)) if self.device.kernels else None
         return () if known is None else known.storage_bytes
 
     def kernel(
-        self,
-        func: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        result: object,
-        made: list[Tensor],
+        self, func: Operation, args: Args, kwargs: Mapping[str, object], result: object, made: list[Tensor]
     ) -> KernelCost:
         """Return the seconds and bytes of an operator: measured, or else by a roofline. A view costs nothing."""
         if not made and not is_mutable(func):
@@ -112,7 +102,7 @@ class Kernels:
         bound = max(flops / rate, touched_bytes / self.device.bandwidth)
         return bound / self.device.efficiency + self.device.latency_s
 
-    def _workspace(self, func: Callable[..., object], args: tuple[object, ...]) -> int:
+    def _workspace(self, func: Operation, args: Args) -> int:
         name = str(func)
         if self.device.type == "cuda" and "flash_attention" in name:
             return _attention_workspace(args) if "backward" in name else 0
@@ -139,12 +129,12 @@ def notice(device: Device, unknown: Mapping[str, int]) -> str:
 
 
 @cache
-def is_mutable(func: Callable[..., object]) -> bool:
+def is_mutable(func: Operation) -> bool:
     """Return whether an operator writes to one of its arguments."""
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
 
-def _attention_workspace(args: tuple[object, ...]) -> int:
+def _attention_workspace(args: Args) -> int:
     """Return the workspace of FlashAttention's backward: dQ and its row sums in float32, dK and dV of shared heads.
 
     Source: `mha_bwd` in flash_api.cpp of FlashAttention 2, as in torch: lengths are rounded up to 128, widths to 32.

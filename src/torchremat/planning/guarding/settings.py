@@ -14,7 +14,7 @@ from torchremat.errors import PlanError, UnsupportedError
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan
-from torchremat.state.guarded import check_named
+from torchremat.state.holders import check_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,6 @@ class GuardSettings:
 
     def check(self, model: nn.Module, plan: object, backward: object) -> None:
         """Raise if a setting is invalid, or if two settings are incompatible.
-
-        Args:
-            model: The model that is guarded.
-            plan: The `plan` argument.
-            backward: The argument that replaces `loss.backward()`.
 
         Raises:
             BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it.

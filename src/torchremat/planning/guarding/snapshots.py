@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from weakref import ReferenceType
 
 import torch
@@ -17,17 +17,13 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.step import held_by, is_iterator
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
-from torchremat.state.guarded import looks_after_itself
+from torchremat.state.holders import looks_after_itself
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.versioned import Versioned
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 
 # The objects that a step holds are searched in plain sight, as in `measuring.step`: its arguments, closure cells,
 # defaults, the globals that its code names, and, for a bound method, the attributes of its object that it names.
@@ -38,10 +34,6 @@ if TYPE_CHECKING:
 
 def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -> None:
     """Refuse a step that takes its batch from an iterator.
-
-    Args:
-        step: The user's step.
-        objects: Its arguments that are not tensors.
 
     Raises:
         UnsupportedError: The step receives one, or holds one.

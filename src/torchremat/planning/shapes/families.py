@@ -80,10 +80,6 @@ class Family:
     def offer(self, selections: Selections, cost: Cost) -> ProfilePair:
         """Let units hold the outputs of some operators, at every shape; until another shape is learned.
 
-        Args:
-            selections: The operators, by unit.
-            cost: The quantity to minimise.
-
         Returns:
             The profile at the largest shape with these options.
         """

@@ -21,8 +21,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from torchremat._compat.autograd import noted_functions, saving_function
 from torchremat._compat.dynamo import enters_compiled_code
-from torchremat._compat.functions import noted_functions, saving_function
 from torchremat._compat.modes import EagerMode, sequence_number
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.frames import MODULE_CALL, OURS, TORCH, module_of, running

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchremat._compat.begun_devices import devices_in_use
+from torchremat._compat.accelerators import devices_in_use
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import UnsupportedError
 from torchremat.regions.calls import Body
