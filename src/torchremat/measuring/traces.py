@@ -11,19 +11,21 @@ it, so that no two orders or clocks have to agree. Four recorders make such a li
     `Simulation`          of fakes, with a `KernelModel` for the inside of kernels        in compiled code
     `StorageTracker`      of tensors alone                                                in compiled code
 
-    reader                marks
-    `measure`             modules, by hooks; operators and their lines, by `OperatorLines` in a second run
-    profiles              regions, saves, what backward asks for, by `Watcher`; operators, by `OperatorTracer`
-    bounds, stages        operators of a backward; weight gradients
-    devices               operators, by the timer of `calibration`
-    compiled graphs       operators run by themselves, by `Trials`
+    reader                reads
+    `measure`             marks of modules, by hooks; operators and their lines, by `OperatorLines` in a second run
+    profiles              the `StepRecord` of a forward; marks of regions, saves, what backward asks for, by `Watcher`
+    certificates          the `StepRecord` of a step
+    stages                as profiles; marks of weight gradients
+    devices               marks around operators, by the timer of `calibration`, which waits for the device
+    compiled graphs       marks around operators run by themselves, by `Trials`
 
-Two observers keep more than marks: `OperatorTracer` the values that operators read and make, `SaveLog` the line of code
-of each operator and of each saved tensor. They stay two, because a line is found by a walk up the Python stack: under
-the first an operator takes 13 us more, under the second 27 us in a shallow model, and each profile runs the first.
+A `StepRecord` is a list as well: calls entered and left, operators with the values that they read and make, saved
+tensors and their graphs that are dropped, storages freed. `StepRecorder` makes it, in the order in which a mode and
+hooks see these events; each operator has its marks in the allocations, if they are recorded.
 
-All know a storage by `StorageMap`. In a traced forward the calls number the storages, and the operators do so by
-themselves: plans of several shapes compare the numbers of calls, and another shape may run other operators.
+`saved` has a record of its own, `SaveLog`, which notes the line of code of each operator and of each saved tensor, by a
+walk up the Python stack: under a `StepRecorder` an operator takes 13 us more, under it 27 us in a shallow model, and
+each profile runs the first. It counts sparse tensors too, whose bytes no plan counts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 traces.py          a traced forward as data
 tracing.py         the calls of a forward, and what they save
-saves.py           which of these saves still have a graph in the end
-operators.py       the operators of each call
+operators.py       figures of operators
 units.py           the flat order of calls that a plan makes choices for
 grain.py           which calls these are
 watching.py        the step in which every unit is a region
