@@ -83,8 +83,8 @@ class StepRecorder(EagerMode):
 
     def save(self, tensor: Tensor) -> object:
         """Record that autograd saves a tensor, and return the object to save in its place."""
-        events, packed = self.record.events, _GraphSave()
-        saved = TensorSaved(self.values(tensor), self.storages(tensor), self.call)
+        events, packed, values = self.record.events, _GraphSave(), list[int]()
+        saved = TensorSaved(values, self.storages(tensor, values), self.call)
         save = len(events)
         events.append(saved)
         self._graphs.append(ref(packed, lambda _: events.append(GraphDropped(save))))
@@ -103,14 +103,22 @@ class StepRecorder(EagerMode):
         """Return the number of a tensor that a call has seen."""
         return self._tensors[id(tensor)][0]
 
-    def storages(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the storages that a tensor shows, the largest first; -1 alone if it has no visible memory."""
-        found: list[int] = []
+    def storages(self, tensor: Tensor, values: list[int] | None = None) -> tuple[int, ...]:
+        """Return the storages that a tensor shows, the largest first; -1 alone if it has no visible memory.
+
+        Args:
+            tensor: The tensor.
+            values: Gets the numbers of the values that they have now, if given.
+        """
+        record, found = self.record, list[int]()
         for memory in memories_of(tensor):
-            number = self.record.values[self._value(memory, tensor)].storage
-            if number not in self.record.shown:
-                self.record.shown[number] = taken_bytes(memory)
+            value = self._value(memory, tensor)
+            number = record.values[value].storage
+            if number not in record.shown:
+                record.shown[number] = taken_bytes(memory)
             found.append(number)
+            if values is not None:
+                values.append(value)
         return tuple(found) or (-1,)
 
     def values(self, tensor: Tensor) -> list[int]:

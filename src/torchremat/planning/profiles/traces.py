@@ -170,6 +170,36 @@ def around(calls: list[TracedCall], call: int | None) -> Iterator[TracedCall]:
         call = calls[call].parent
 
 
+# The time of an operator without flops: the bytes that it moves, and the call itself.
+_BYTES_PER_S = 1e10
+_CALL_S = 5e-6
+
+
+def nominal_seconds(log: StepRecord, run: Run) -> float:
+    """Return the seconds of an operator on a generic device, for plans that have to be the same everywhere."""
+    moved = sum(log.values[value].size_bytes for value in (*run.reads, *run.makes))
+    return moved / _BYTES_PER_S + _CALL_S
+
+
+# NOTE [ Casts in a recompute ]
+# Autocast keeps the casts of leaves until the outermost autocast ends, for further casts of the same leaf. When
+# backward recomputes, that autocast has ended, so a recompute makes its own casts, and keeps them until it ends:
+#
+#   cast in the unit          autocast keeps the cast, and a recompute makes a new one
+#   found made by another     likewise: the recompute makes a cast that the traced forward lacks (`recast_bytes`)
+
+
+def casts_of_leaves(log: StepRecord) -> frozenset[int]:
+    """Return the values that autocast keeps."""
+    casts = (run for run in log.runs if run.op_info.is_cast and run.reads)
+    return frozenset(one for run in casts if all(log.values[v].is_leaf for v in run.reads) for one in run.makes)
+
+
+def storages_of(log: StepRecord, values: Iterable[int]) -> frozenset[int]:
+    """Return the storages of values."""
+    return frozenset(log.values[value].storage for value in values)
+
+
 class CallReader:
     """Reads the calls of a forward out of its events; its time is the number of entries and exits of calls.
 
@@ -206,6 +236,15 @@ class CallReader:
                 self.runs += 1
                 self.flops += event.flops
                 self.is_idle = False
+            case StorageFreed():
+                if event.storage not in self.numbers:
+                    return  # no call has seen it
+                # A storage freed after a call returned, before anything else ran, was an argument with no other
+                # reference, or the old value of the variable that takes its result.
+                number = self.numbers[event.storage]
+                self.died[number] = self.time - 1 if self.is_idle else self.time
+                if self.is_idle:
+                    self.lasting.add(number)
             case CallEntered():
                 self.time += 1
                 self.is_idle = False
@@ -228,15 +267,6 @@ class CallReader:
                 self.saves[index] = saved, [(call, self.flops - call.flops) for call in calls]
             case GraphDropped():
                 self.saves[event.save][0].dropped = self.time
-            case StorageFreed():
-                if event.storage not in self.numbers:
-                    return  # no call has seen it
-                # A storage freed after a call returned, before anything else ran, was an argument with no other
-                # reference, or the old value of the variable that takes its result.
-                number = self.numbers[event.storage]
-                self.died[number] = self.time - 1 if self.is_idle else self.time
-                if self.is_idle:
-                    self.lasting.add(number)
             case CallCarried():
                 for storage in self._shows(event.storages, self.time + 1):
                     for call in around(self.calls, event.call):

@@ -29,8 +29,7 @@ from torchremat._compat.transforms import check_transform_around, left_to_transf
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.interception import intercepted
-from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.modules import has_compiled, intercepted
 from torchremat.measuring.recorder import StepRecorder
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.step_record import (

@@ -16,8 +16,8 @@ from functools import cached_property
 from torchremat.measuring.step_record import Run
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL
-from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.replays import SelectionReplay, in_parts
