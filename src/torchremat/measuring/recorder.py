@@ -50,12 +50,13 @@ class StepRecorder(EagerMode):
 
     Args:
         flops: Counts their flops; it is no mode beside this one.
-        allocations: Takes marks around each operator; None if no allocations are recorded.
+        allocations: Takes marks around each operator, and has the time; None if no allocations are recorded.
         looking: Is told of each operator before it runs, if given: one mode costs less than two.
 
     Attributes:
         record: The step so far.
         call: Index of the innermost call that is open; the code that follows the calls sets it.
+        marks: Whether it takes marks; two for each operator take longer than all the rest.
         sees_all: Whether operators count that a region does not: those that compute nothing, and FSDP2's own.
     """
 
@@ -65,6 +66,7 @@ class StepRecorder(EagerMode):
         super().__init__()
         self.record = StepRecord()
         self.call = -1
+        self.marks = allocations is not None
         self.sees_all = False
         self._looking = looking
         self._flops = flops
@@ -78,13 +80,13 @@ class StepRecorder(EagerMode):
         self._beside_fsdp = shards_anything()
 
     def mark(self) -> int:
-        """Mark this point among the allocations; -1 if none are recorded."""
-        return -1 if self._allocations is None else self._allocations.mark("operator")
+        """Mark this point among the allocations; -1 if it takes no marks."""
+        return self._allocations.mark("operator") if self.marks and self._allocations is not None else -1
 
     def save(self, tensor: Tensor) -> object:
         """Record that autograd saves a tensor, and return the object to save in its place."""
-        events, packed, values = self.record.events, _GraphSave(), list[int]()
-        saved = TensorSaved(values, self.storages(tensor, values), self.call)
+        events, packed = self.record.events, _GraphSave()
+        saved = TensorSaved(self._shown(tensor), self.call)
         save = len(events)
         events.append(saved)
         self._graphs.append(ref(packed, lambda _: events.append(GraphDropped(save))))
@@ -103,25 +105,22 @@ class StepRecorder(EagerMode):
         """Return the number of a tensor that a call has seen."""
         return self._tensors[id(tensor)][0]
 
-    def storages(self, tensor: Tensor, values: list[int] | None = None) -> tuple[int, ...]:
-        """Return the storages that a tensor shows, the largest first; -1 alone if it has no visible memory.
+    def storages(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the storages that a tensor shows, the largest first; -1 alone if it has no visible memory."""
+        return tuple(self.record.values[value].storage for value in self._shown(tensor)) or (-1,)
 
-        Args:
-            tensor: The tensor.
-            values: Gets the numbers of the values that they have now, if given.
-        """
+    def _shown(self, tensor: Tensor) -> list[int]:
+        """Return the values that a tensor shows to a call or to autograd."""
         record, found = self.record, list[int]()
         for memory in memories_of(tensor):
             value = self._value(memory, tensor)
-            number = record.values[value].storage
-            if number not in record.shown:
-                record.shown[number] = taken_bytes(memory)
-            found.append(number)
-            if values is not None:
-                values.append(value)
-        return tuple(found) or (-1,)
+            found.append(value)
+            storage = record.values[value].storage
+            if storage not in record.shown:
+                record.shown[storage] = taken_bytes(memory)
+        return found
 
-    def values(self, tensor: Tensor) -> list[int]:
+    def _values_of(self, tensor: Tensor) -> list[int]:
         """Return the numbers of the values that a tensor has now; none if it has no visible memory."""
         return [self._value(memory, tensor) for memory in memories_of(tensor)]
 
@@ -210,7 +209,7 @@ class StepRecorder(EagerMode):
                     self._written(tensor)
                 return self._flops.run(func, args, named)
         tensors = tensors_in((args, dict(named)))
-        reads = dict.fromkeys(value for tensor in tensors for value in self.values(tensor))
+        reads = dict.fromkeys(value for tensor in tensors for value in self._values_of(tensor))
         flops, call, storages = self._flops.total, self.call, self._count
         begins = self.mark()
         start_s = self._seconds()
@@ -226,7 +225,7 @@ class StepRecorder(EagerMode):
         for tensor in written_by(op_info.writes, args, named):
             makes.update(dict.fromkeys(self._written(tensor)))
         for tensor in tensors_in(result):
-            new = (value for value in self.values(tensor) if record.values[value].storage >= storages)
+            new = (value for value in self._values_of(tensor) if record.values[value].storage >= storages)
             makes.update(dict.fromkeys(new))
         record.events.append(
             Run(

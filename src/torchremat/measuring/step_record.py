@@ -52,13 +52,9 @@ class CallLeft(NamedTuple):
 
 
 class TensorSaved(NamedTuple):
-    """Autograd saved a tensor: one value and one storage for each part of it that has visible memory.
-
-    `storages` is (-1,) for a tensor without any. `call` is the innermost call that was open; -1 for the step's code.
-    """
+    """Autograd saved a tensor in a call (-1: in the step's code): a value for each part of it with visible memory."""
 
     values: list[int]
-    storages: tuple[int, ...]
     call: int
 
 

@@ -86,9 +86,10 @@ def plain_step(
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     flops = FlopCounter()
     with machine.logged() as recorder, subject.untouched(), StepRecorder(flops, recorder) as log:
+        log.marks = False  # allocations of the forward do not matter
         loss = subject.forward()
         forward = len(log.record.events), len(log.record.values)
-        log.sees_all = True
+        log.marks = log.sees_all = True
         run_backward(loss)
         del loss
     step = _PlainRecord(log.record, *forward, machine.device)

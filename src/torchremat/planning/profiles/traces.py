@@ -204,12 +204,16 @@ class CallReader:
     """Reads the calls of a forward out of its events; its time is the number of entries and exits of calls.
 
     Args:
+        record: The events.
         calls: The calls, as far as they were known when they began; the rest is filled in.
         numbers: The numbers of storages, by the recorder's.
         born: The storages from before the forward, with the time 0.
     """
 
-    def __init__(self, calls: list[TracedCall], numbers: Mapping[int, int], born: dict[int, int]) -> None:
+    def __init__(
+        self, record: StepRecord, calls: list[TracedCall], numbers: Mapping[int, int], born: dict[int, int]
+    ) -> None:
+        self.record = record
         self.calls = calls
         self.numbers = numbers
         self.born = born
@@ -222,9 +226,9 @@ class CallReader:
         self.is_idle = False  # whether nothing has run since a call returned
         self.saves: dict[int, tuple[SavedStorage, list[tuple[TracedCall, int]]]] = {}  # with the calls' flops so far
 
-    def read(self, events: Iterable[Event]) -> None:
+    def read(self) -> None:
         """Read all events; at their end the graphs of saves exist that were not dropped."""
-        for index, event in enumerate(events):
+        for index, event in enumerate(self.record.events):
             self._pass(index, event)
         for saved, flops in self.saves.values():
             for call, so_far in flops if saved.dropped is None else ():
@@ -260,7 +264,8 @@ class CallReader:
                 call.left = self.time
                 self.is_idle = True
             case TensorSaved():
-                first, *others = self._shows(event.storages, self.time + 1)
+                storages = [self.record.values[value].storage for value in event.values] or [-1]
+                first, *others = self._shows(storages, self.time + 1)
                 saved = SavedStorage(first, self.time, others=tuple(others))
                 calls = list(around(self.calls, event.call))
                 (calls[0].saved if calls else self.step_saved).append(saved)

@@ -236,8 +236,8 @@ def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: Allocat
     """
     record = own.log.record
     numbers = {-1: -1, **{storage: number for number, storage in enumerate(record.shown)}}
-    reader = CallReader(own.calls, numbers, {numbers[storage]: 0 for storage in own.fixed})
-    reader.read(record.events)
+    reader = CallReader(record, own.calls, numbers, {numbers[storage]: 0 for storage in own.fixed})
+    reader.read()
     foreign = frozenset[int]()
     if allocations is not None:
         record, foreign = record.timed(allocations), record.foreign(allocations)
