@@ -104,7 +104,7 @@ def events(deltas, modules=()):
     labels = [(0, "start"), (len(deltas), "end of forward"), *modules]
     marks = [TraceMark(id=i, label=name, time_ns=0, position=at) for i, (at, name) in enumerate(labels)]
     columns = np.array([(i, i, delta) for i, delta in enumerate(deltas)], dtype=np.int64)
-    trace = AllocationTrace.of(torch.device("cpu"), columns, marks, start_ns=0)
+    trace = AllocationTrace.of(torch.device("cpu"), columns, marks)
     return StepEvents(trace=trace, start=0, backward=1, before_bytes=0)
 
 

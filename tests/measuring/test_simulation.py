@@ -106,7 +106,6 @@ def test_time_passes_by_kernels_alone():
 
     # Four kernels of a microsecond: add, mul, add_ and sum; views take none here either, but the model says one each.
     assert trace.time_ns.tolist() == sorted(trace.time_ns.tolist())
-    assert trace.start_ns <= int(trace.time_ns[0]) <= int(trace.time_ns[-1])
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,6 @@ def test_hidden_events_go_with_their_frees_and_their_seconds():
     marks = [(10, 0), (20, 1), (30, 5), (40, 7)]
     recorded = AllocationTrace(
         device=CPU,
-        start_ns=0,
         time_ns=np.array([11, 21, 22, 23, 24, 31, 32]),
         ptr=np.array([1, 2, 1, 2, 3, 4, 3]),
         delta_bytes=np.array([8, 16, -8, -16, 32, 64, -32]),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import fingerprint
 from torchremat.errors import StepError
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 from torchremat.planning.profiles.tracing import trace
 
 
@@ -273,7 +273,7 @@ def test_an_error_in_the_middle_leaves_nothing(error, at):
     assert before.changes(fingerprint(model)) == []
 
 
-class OneMillisecondEach(RecordedBlock):
+class OneMillisecondEach(AllocationRecorder):
     """A device that gets from one mark to the next in a millisecond, whatever the host takes, and allocates nothing."""
 
     def __init__(self):
@@ -289,7 +289,6 @@ class OneMillisecondEach(RecordedBlock):
         nothing = np.zeros(0, np.int64)
         return AllocationTrace(
             device=self.device,
-            start_ns=0,
             time_ns=nothing,
             ptr=nothing,
             delta_bytes=nothing,

@@ -46,9 +46,9 @@ from torchremat.cli.options import (
     stores_of,
 )
 from torchremat.errors import DeviceWarning, TorchrematError
+from torchremat.measuring.curves import check_picture
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
-from torchremat.measuring.pictures import check_picture
 from torchremat.planning.bars import progress_bar
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.fitting import fit_with

@@ -1,6 +1,7 @@
 """Live bytes over a step as a picture: one panel for each curve, side by side on the same scales.
 
-This file only draws. All that have a curve to draw import it: `Measurement.plot`, `Plan.plot`, `reports.plots`.
+This file only draws. All that have a curve to draw import it: `Measurement.plot`, `Plan.plot`, `reports.plots`; and all
+other pictures begin as `new_figure`, which imports matplotlib on demand and leaves its global state alone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.pictures import new_figure
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.steps import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Phase = Literal["forward", "recompute", "backward"]
 
@@ -34,6 +36,35 @@ _LEGEND = ("there before the step", "forward", "recompute", "backward", "budget"
 _HEIGHT_INCHES = 3.9
 _WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise if no picture can be drawn into a file, before any work for it.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed, or does not support this suffix.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
+        ) from error
+    kinds = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, matplotlib would choose the name
+        raise UnsupportedError(f"{path}: the file ending sets the format, one of {', '.join(sorted(kinds))}.")
+
+
+def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:
+    """Return an empty figure that can be saved at `path`; the suffix sets the format.
+
+    Raises:
+        UnsupportedError: See `check_picture`.
+    """
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_inches, height_inches), dpi=160, layout="constrained")
 
 
 def phase_at(timeline: MemoryTimeline, event: int) -> Phase:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.measuring.modules import ModuleCall
-from torchremat.measuring.saving import RanOperator, Save
+from torchremat.measuring.saving import RanOperator, Save, StepLog
 from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.metadata import Metadata
@@ -27,43 +26,6 @@ from torchremat.tensors.structure import join
 _MOST_GLUE = 0.1
 # and if it holds more than this share of the bytes that the whole forward saves.
 _LEAST_SHARE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepLog:
-    """The record of a step, without any tensor.
-
-    Attributes:
-        operators: Operators that ran, in order; none if compiled code ran.
-        saves: The tensors that autograd saved, in order, kept to the end or not.
-        calls: The calls of modules, in the order in which they began.
-        roots: The names of models, which policies do not see.
-        kept: For each entry of the report its storages, and the innermost module call that created it.
-        sizes: The bytes of storages, by number.
-        before: The storages that existed before the step.
-        parameters: The storages of parameters among `before`.
-        is_compiled: Whether compiled code ran.
-    """
-
-    operators: tuple[RanOperator, ...]
-    saves: tuple[Save, ...]
-    calls: tuple[ModuleCall, ...]
-    roots: frozenset[str]
-    kept: tuple[tuple[tuple[int, ...], int | None], ...]
-    sizes: tuple[int, ...]
-    before: frozenset[int]
-    parameters: frozenset[int]
-    is_compiled: bool
-
-    def around(self, call: int | None) -> Iterable[int]:
-        """Yield a call, its caller, and so on outward."""
-        while call is not None:
-            yield call
-            call = self.calls[call].parent
-
-    def bytes_of(self, storages: Iterable[int]) -> int:
-        """Return the bytes of storages that the step made; storages in a store have negative numbers."""
-        return sum(self.sizes[one] for one in storages if one >= 0 and one not in self.before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchremat._compat.accelerators import Happened, accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark, live_bytes_of
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark, live_bytes_of
 
 # NOTE [ What a device holds ]
 #
@@ -64,7 +64,7 @@ class _Moment:
     allocated_bytes: int
 
 
-class HistoryRecorder(RecordedBlock):
+class HistoryRecorder(AllocationRecorder):
     """See `AllocationRecorder`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +116,6 @@ class HistoryRecorder(RecordedBlock):
         deltas = _deltas(history, self._accelerator.block_bytes)
         self._trace = AllocationTrace(
             device=self.device,
-            start_ns=start.wall_ns,
             time_ns=clock.times_ns([one.time_ns for one in history]),
             ptr=np.array([one.ptr for one in history], dtype=np.int64),
             delta_bytes=deltas,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from torchremat.measuring.freeing import StepLog, blocks_of
+from torchremat.measuring.freeing import blocks_of
 from torchremat.measuring.packed import InStore, behind, kept_by
 from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Saved, need_of
 from torchremat.measuring.saved_report import SavedReport
@@ -84,17 +84,9 @@ class Inventory:
         for index, one in enumerate(self.found):
             for number in one.storages:
                 sharing.setdefault(number, []).append(index)
-        log = StepLog(
-            operators=tuple(self.log.rans) if not self.log.has_compiled else (),
-            saves=tuple(self.log.saves),
-            calls=tuple(self.log.calls.calls),
-            roots=self.log.roots,
-            kept=tuple((one.storages, one.call) for one in self.found),
-            sizes=tuple(self.log.numbers.sizes),
-            before=frozenset(self.log.before),
-            parameters=frozenset(number for number, one in self.log.before.items() if one.kind == "parameter"),
-            is_compiled=self.log.has_compiled,
-        )
+        kept = tuple((one.storages, one.call) for one in self.found)
+        operators = [] if self.log.has_compiled else self.log.step.operators
+        log = replace(self.log.step, operators=operators, kept=kept, is_compiled=self.log.has_compiled)
         return SavedReport(
             entries=tuple(self._entry(index, one, sharing) for index, one in enumerate(self.found)),
             storages={number: self._storage(number, saves) for number, saves in sharing.items()},
@@ -104,14 +96,14 @@ class Inventory:
             regions=len(self.regions),
             unknown=dict(self.unknown),
             requires_grad=requires_grad,
-            is_compiled=self.log.has_compiled,
+            is_compiled=log.is_compiled,
             log=log,
         )
 
     # -------------------------------------------------------------------------------------------------------- saves
 
     def _add_packed(self, packed: SavedPlaceholder, slot: GraphSlot | None) -> None:
-        save = self.log.saves[packed.index]
+        save = self.log.step.saves[packed.index]
         self.found.append(
             _FoundSave(
                 storages=self.log.numbers.of(packed.tensor),

@@ -47,7 +47,7 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
             return _report(log, log.savers)
         eager = [
             (save_metadata, log.savers.get(index))
-            for index, (save, save_metadata) in enumerate(zip(log.saves, log.metadata, strict=True))
+            for index, (save, save_metadata) in enumerate(zip(log.step.saves, log.metadata, strict=True))
             if not save.is_compiled
         ]
     with subject.untouched():
@@ -61,7 +61,7 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
 def _compiled_report(subject: Subject, eager: list[tuple[Metadata, LoggedOperator | None]]) -> SavedReport:
     """Return the report of a run with compiled code; operators outside of compiled code come from another run."""
     with watched(subject, operators=False) as log:
-        outside = [index for index, save in enumerate(log.saves) if not save.is_compiled]
+        outside = [index for index, save in enumerate(log.step.saves) if not save.is_compiled]
         if [log.metadata[index] for index in outside] != [metadata for metadata, _ in eager]:
             raise StepError(
                 f"the step saves {len(outside)} tensors outside of compiled code, and {len(eager)}, or others, when it "

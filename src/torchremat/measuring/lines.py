@@ -1,15 +1,15 @@
 """The running operator and its line of user code at each event of a step, to read next to the bytes.
 
-`OperatorLines` notes them in the counted run, whose events are storages. The bytes that users see are the allocator's,
-from another run that must not intercept operators. `matched` joins both: between two changes of the running module the
-same operators run, so allocations of the same size in the same order are the same ones. The allocator's other events
-(temporaries inside kernels) belong to the operator before.
+`OperatorLines` notes them in the counted run, whose events are storages, told by their tracker. The bytes that users
+see are the allocator's, from another run that must not intercept operators. `matched` joins both: between two changes
+of the running module the same operators run, so allocations of the same size in the same order are the same ones. The
+allocator's other events (temporaries inside kernels) belong to the operator before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -23,7 +23,6 @@ from torchremat._compat.modes import sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, OperatorLine, StepEvents
-from torchremat.measuring.tracker import StorageTracker
 
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
@@ -42,11 +41,10 @@ class OperatorStart:
     what: OperatorLine
 
 
-class OperatorLines(StorageTracker):
-    """A tracker that notes the operators too.
+class OperatorLines:
+    """Notes operators and their lines, told of each before it runs.
 
     Args:
-        device: The device.
         is_recomputing: Returns whether backward runs a piece of forward.
 
     Attributes:
@@ -54,26 +52,18 @@ class OperatorLines(StorageTracker):
         is_compiled: Whether compiled code ran, eagerly here: its operators differ from other runs'.
     """
 
-    def __init__(self, device: torch.device, is_recomputing: Callable[[], bool]) -> None:
-        super().__init__(device)
+    def __init__(self, is_recomputing: Callable[[], bool]) -> None:
         self.ran: list[OperatorStart] = []
         self.is_compiled = False
         self._is_recomputing = is_recomputing
         self._by_node: dict[int, str] = {}
         self._shown: dict[tuple[str, int], str] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def see(self, func: Callable[..., object], position: int) -> None:
+        """Note an operator that runs from the event with this index on."""
         # The operators of `backward` before its first node are not a recompute.
         recomputes = self._is_recomputing() and current_node() is not None
-        what = OperatorLine(str(func), self._line(recomputes), recomputes)
-        self.ran.append(OperatorStart(len(self._events), what))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        self.ran.append(OperatorStart(position, OperatorLine(str(func), self._line(recomputes), recomputes)))
 
     def _line(self, recomputes: bool) -> str:
         node = current_node()

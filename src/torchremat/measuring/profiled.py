@@ -52,14 +52,14 @@ from torchremat.measuring.bindings import (
     stop_profiler,
 )
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that shows whether the profiler was ours to the end
 _CALL = "torchremat.call"  # before a collective, and after it
 
 
-class ProfilerRecorder(RecordedBlock):
+class ProfilerRecorder(AllocationRecorder):
     """See `AllocationRecorder`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class ProfilerRecorder(RecordedBlock):
             _emit(mark)
         return mark
 
-    def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
+    def _finish(self, nodes: Iterable[ProfilerEvent]) -> None:
         """Build the trace from the profiler's events."""
         # Each attribute of an event is a C++ call, and events are many: read once.
         raw, marked_ns, calls = list[tuple[int, int, int]](), dict[int, int](), list[int]()
@@ -107,7 +107,7 @@ class ProfilerRecorder(RecordedBlock):
             TraceMark(id=mark, label=label, time_ns=time_ns, position=position)
             for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
         ]
-        self._trace = AllocationTrace.of(self.device, columns, marks, start_ns=start_ns)
+        self._trace = AllocationTrace.of(self.device, columns, marks)
 
 
 # Held while a block is recorded. torch crashes if a second thread starts a profiler, and reports the first one only in
@@ -142,7 +142,6 @@ def recorded_by_profiler(device: torch.device, *, is_free: bool = False) -> Gene
 
 def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
     recorder = ProfilerRecorder(device)
-    start_ns = time.time_ns()
     try:
         with uninterrupted():  # an interrupt in the middle would leave it unknown whether a profiler has to be stopped
             start_profiler()
@@ -153,7 +152,7 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
         with uninterrupted():
             recorder._has_ended = True
             events = stop_profiler() if a_profiler_runs() else ()
-    recorder._finish(_walk(events), start_ns)
+    recorder._finish(_walk(events))
 
 
 def profiler_is_active() -> bool:

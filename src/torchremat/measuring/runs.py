@@ -247,8 +247,8 @@ class _Phase:
 def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
     """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
     phase = _Phase()
-    noting = OperatorLines(device, phase.is_recomputing) if lines else None
-    tracker, counter, own = noting or StorageTracker(device), FlopCounter(phase.is_recomputing), OwnThread()
+    noting = OperatorLines(phase.is_recomputing) if lines else None
+    tracker, counter, own = StorageTracker(device, noting), FlopCounter(phase.is_recomputing), OwnThread()
     with subject.untouched():
         before = subject.before(device)
         with module_stack(subject.models, partial(_changed, own, tracker.mark)), tracker, counter:

@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from torchremat.measuring.freeing import Freed, StepLog, freed
+from torchremat.measuring.freeing import Freed, freed
+from torchremat.measuring.saving import StepLog
 from torchremat.policies import (
     everything_saved,
     nothing_saved,

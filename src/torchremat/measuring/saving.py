@@ -11,9 +11,9 @@ that autograd keeps, without tensors that it saved and dropped on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 from weakref import ReferenceType, ref
 
@@ -24,7 +24,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import beside_transforms, transforms_beside_hooks
 from torchremat.errors import MutationError
-from torchremat.measuring.modules import ModuleCalls, module_calls, names_of
+from torchremat.measuring.modules import ModuleCall, ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.diagnosis.operators import LoggedOperator, OperatorLog, Source, SourcePlace
 from torchremat.tensors.held import holding
@@ -124,20 +124,54 @@ class Copied:
     operator: LoggedOperator
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepLog:
+    """The record of a step, without any tensor.
+
+    Attributes:
+        roots: The names of models, which policies do not see.
+        before: The storages that existed before the step.
+        parameters: The storages of parameters among `before`.
+        calls: The calls of modules, in the order in which they began.
+        sizes: The bytes of storages, by number.
+        operators: Operators that ran, in order; none if compiled code ran.
+        saves: The tensors that autograd saved, in order, kept to the end or not.
+        kept: For each entry of the report its storages, and the innermost module call that created it.
+        is_compiled: Whether compiled code ran.
+    """
+
+    roots: frozenset[str]
+    before: frozenset[int]
+    parameters: frozenset[int]
+    calls: list[ModuleCall]
+    sizes: list[int]
+    operators: list[RanOperator] = field(default_factory=list[RanOperator])
+    saves: list[Save] = field(default_factory=list[Save])
+    kept: tuple[tuple[tuple[int, ...], int | None], ...] = ()
+    is_compiled: bool = False
+
+    def around(self, call: int | None) -> Iterable[int]:
+        """Yield a call, its caller, and so on outward."""
+        while call is not None:
+            yield call
+            call = self.calls[call].parent
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Return the bytes of storages that the step made; storages in a store have negative numbers."""
+        return sum(self.sizes[one] for one in storages if one >= 0 and one not in self.before)
+
+
 class SaveLog(OperatorLog):
     """The operator log of a step whose graph is still alive, with the data for a report of its saved tensors.
 
     It has the operators unless compiled code ran.
 
     Attributes:
+        step: The record so far.
         result: The result of the step.
         numbers: The storages.
-        calls: The calls of modules.
         before: By storage, a tensor from before the step, and its kind: parameter, buffer or input.
-        roots: The names of models.
-        saves: Where each tensor was saved, in order.
-        packed: The packed object of each, as long as autograd holds it.
-        ran: The operators.
+        packed: The packed object of each saved tensor, as long as autograd holds it.
         copied: By storage, the source that it is a copy of.
         by_node: By the number of a node, the operator that created it.
         unpacks: How often autograd has asked for a tensor.
@@ -153,14 +187,18 @@ class SaveLog(OperatorLog):
         operators: bool,
     ) -> None:
         super().__init__({id(module): name for module, name in names_of(models).items()}, operators=operators)
+        self.step = StepLog(
+            roots=frozenset(type(model).__name__ for model in models),
+            before=frozenset(before),
+            parameters=frozenset(number for number, one in before.items() if one.kind == "parameter"),
+            calls=calls.calls,
+            sizes=numbers.sizes,
+        )
         self.numbers = numbers
-        self.calls = calls
         self.before = before
-        self.roots = frozenset(type(model).__name__ for model in models)
         self.result: object = None
-        self.saves: list[Save] = []
         self.packed: list[ReferenceType[SavedPlaceholder]] = []
-        self.rans: list[RanOperator] = []
+        self._calls = calls
         self.copied: dict[int, Copied] = {}
         self.by_node: dict[int, RanOperator] = {}
         self.unpacks = 0
@@ -173,11 +211,11 @@ class SaveLog(OperatorLog):
     @property
     def has_compiled(self) -> bool:
         """Whether compiled code ran."""
-        return self.is_compiled or any(save.is_compiled for save in self.saves)
+        return self.is_compiled or any(save.is_compiled for save in self.step.saves)
 
     def pack(self, tensor: Tensor) -> SavedPlaceholder:
         """Pack a tensor that autograd saves: the hook."""
-        packed = SavedPlaceholder(len(self.saves), tensor)
+        packed = SavedPlaceholder(len(self.step.saves), tensor)
         self.packed.append(ref(packed))
         self.save(tensor)
         return packed
@@ -193,7 +231,7 @@ class SaveLog(OperatorLog):
         self.unpacks += 1
         now = version_of(packed.tensor)
         if now != packed.version:
-            shape, where = tuple(packed.tensor.shape), self.saves[packed.index].source
+            shape, where = tuple(packed.tensor.shape), self.step.saves[packed.index].source
             raise MutationError(
                 f"a tensor of shape {shape} that autograd saved at {where} was written in place before the step's own "
                 f"backward: it was at version {packed.version} and is at {now} now. Plain autograd refuses this as "
@@ -203,16 +241,16 @@ class SaveLog(OperatorLog):
 
     def saved(self, index: int, tensor: Tensor, place: SourcePlace) -> None:
         """Note where a tensor is saved."""
-        self.saves.append(
+        self.step.saves.append(
             Save(
                 source=place.source,
                 module=self.path(place.module),
-                call=self.calls.current,
+                call=self._calls.current,
                 custom=place.custom or "",
                 is_compiled=place.is_compiled,
                 is_input=holding.now,
                 storages=self.numbers.of(tensor),
-                position=len(self.rans),
+                position=len(self.step.operators),
             )
         )
 
@@ -233,7 +271,7 @@ class SaveLog(OperatorLog):
         ran = RanOperator(
             operator=operator,
             function=func,
-            call=self.calls.current,
+            call=self._calls.current,
             arguments=arguments,
             tensors=tuple(metadata_of(one) for one in tensors),
             result=template,
@@ -241,7 +279,7 @@ class SaveLog(OperatorLog):
             storages=self.numbers.of(outputs),
             casts_weight=_casts_weight(operator, tensors),
         )
-        self.rans.append(ran)
+        self.step.operators.append(ran)
         if torch.is_grad_enabled():  # without grad no nodes are created; foreign hooks run that way, inside an operator
             self.by_node.setdefault(self.newest_node, ran)
         if operator.name.startswith(_COPIES) and len(outputs) == 1 and tensors:

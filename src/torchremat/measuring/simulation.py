@@ -36,14 +36,18 @@ from torchremat._compat.modes import EagerMode
 from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
-from torchremat.measuring.simulated_contents import Contents
 from torchremat.measuring.storages import StorageMap, made_by, tensors_in
-from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
+from torchremat.regions.selective.cache import written_by
+from torchremat.regions.selective.op_info import op_info_of
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
 _FOREIGN = -1, 0  # no allocation in the block that is recorded
 _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
+_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
+# They write their statistics only if argument 5 is True.
+_NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class KernelModel(Protocol):
         ...
 
 
-class SimulatedRecorder(RecordedBlock):
+class SimulatedRecorder(AllocationRecorder):
     """See `AllocationRecorder`. Made by `Simulation.record`."""
 
     def __init__(self, owner: Simulation) -> None:
@@ -120,10 +124,10 @@ class SimulatedRecorder(RecordedBlock):
         """Return the address that a storage has in the trace; -1 for one from before."""
         return self._owner.pointer_of(storage)
 
-    def finish(self, start_ns: float) -> None:
+    def finish(self) -> None:
         """Build the trace."""
         columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
-        self._trace = AllocationTrace.of(_CPU, columns, self._marks, start_ns=start_ns)
+        self._trace = AllocationTrace.of(_CPU, columns, self._marks)
 
 
 class Simulation(EagerMode):
@@ -143,7 +147,7 @@ class Simulation(EagerMode):
         self._recording = False
         self._pointers = 0
         self._known = StorageMap[tuple[int, int]](self._free)  # pointers and bytes of their allocations
-        self._contents = Contents()
+        self._contents = _Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
 
@@ -163,7 +167,7 @@ class Simulation(EagerMode):
     @contextmanager
     def record(self) -> Generator[SimulatedRecorder]:
         """Record the allocations of the block. The recorder takes marks and has the `trace` afterwards."""
-        recorder, start_ns = SimulatedRecorder(self), self.now_ns
+        recorder = SimulatedRecorder(self)
         self.events = []
         for storage in self._known.storages():
             self._known[storage] = _FOREIGN
@@ -172,7 +176,7 @@ class Simulation(EagerMode):
             yield recorder
         finally:
             self._recording = False
-        recorder.finish(start_ns)
+        recorder.finish()
 
     @contextmanager
     def scalars(self, value: float) -> Generator[None]:
@@ -318,3 +322,38 @@ def _number(tensor: Tensor, value: float) -> complex | float | bool:
     if tensor.dtype is torch.bool:
         return bool(value)
     return value if tensor.dtype.is_floating_point or tensor.dtype.is_complex else math.floor(value)
+
+
+class _Contents:
+    """The contents of each storage, as a number that copies share: it answers the library's own comparisons.
+
+    Two tensors without data are equal if one is a copy of the other.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = StorageMap[int]()
+        self._values = 0
+
+    def of(self, value: object) -> int:
+        """Return the number of a tensor's contents."""
+        tensor = cast("Tensor", value)
+        known = self._numbers.get(tensor.untyped_storage())
+        return self._set(tensor) if known is None else known
+
+    def ran(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        """Note the storages that an operator has written, and the contents of copies."""
+        if func in _COPIES:
+            source = args[1] if func is _ATEN.copy_.default else args[0]
+            self._numbers[cast("Tensor", result).untyped_storage()] = self.of(source)
+            return
+        if func in _NORMS and not args[5]:
+            return
+        for tensor in tensors_in(written_by(op_info_of(func).writes, args, kwargs)):
+            self._set(tensor)
+
+    def _set(self, tensor: Tensor) -> int:
+        self._values += 1
+        self._numbers[tensor.untyped_storage()] = self._values
+        return self._values

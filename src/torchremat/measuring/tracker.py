@@ -25,6 +25,7 @@ import torch
 from torch import UntypedStorage
 
 from torchremat._compat.modes import EagerMode
+from torchremat.measuring.lines import OperatorLines
 from torchremat.measuring.storages import StorageMap, address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 
@@ -34,16 +35,20 @@ _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.def
 class StorageTracker(EagerMode):
     """Counts the storages on `device` that are made while it is entered, including storages that outlive the block.
 
+    Args:
+        device: The device.
+        lines: Is told of each operator, if given.
+
     Attributes:
         live_bytes: Bytes of the counted storages that are alive now.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lines: OperatorLines | None = None) -> None:
         super().__init__()
         self.device = device
+        self._lines = lines
         self.live_bytes = 0
         self._tracked = StorageMap[tuple[int, int]](self._forget)  # addresses and sizes
-        self._start_ns = time.time_ns()
         self._events: list[tuple[int, int, int]] = []
         self._marks: list[TraceMark] = []
 
@@ -51,7 +56,7 @@ class StorageTracker(EagerMode):
     def trace(self) -> AllocationTrace:
         """The events so far: a storage made, resized or freed."""
         columns = np.array(self._events, dtype=np.int64).reshape(-1, 3)
-        return AllocationTrace.of(self.device, columns, self._marks, start_ns=self._start_ns)
+        return AllocationTrace.of(self.device, columns, self._marks)
 
     def mark(self, label: str) -> int:
         """See `AllocationRecorder`; for one thread."""
@@ -72,6 +77,8 @@ class StorageTracker(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if self._lines is not None:
+            self._lines.see(func, len(self._events))
         result = func(*args, **(kwargs or {}))
         for storage in self._storages(result):
             # See NOTE [ Which storages are counted ], 1 and 2; `_forget` is 3.

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchremat.measuring.pictures import new_figure
+from torchremat.measuring.curves import new_figure
 from torchremat.schedules.pipelines import Kind
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchremat.measuring.pictures import new_figure
+from torchremat.measuring.curves import new_figure
 from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:

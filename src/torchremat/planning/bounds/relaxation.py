@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torchremat.planning.profiles.operators import OperatorTrace
+from torchremat.measuring.step_record import StepRecord
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, chain_of
 from torchremat.planning.simulator.points import ProgramPoint
@@ -115,7 +115,7 @@ def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
     )
 
 
-def saves_of(trace: OperatorTrace) -> list[int]:
+def saves_of(trace: StepRecord) -> list[int]:
     """Return, for each operator, how many tensors a recompute that runs it saves for certain.
 
     A recompute ends with a save. So of the tensors saved between two operators, the first one's results count there,

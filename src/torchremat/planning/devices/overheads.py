@@ -57,7 +57,7 @@ class Overheads:
         return self.region_s + saves * saved_s + operators * self.collected_s + passed * self.replayed_s
 
 
-# The overheads of a generic device, see `operators.nominal_seconds`.
+# The overheads of a generic device, see `traces.nominal_seconds`.
 NOMINAL = Overheads(region_s=2e-4, collected_s=1e-5, replayed_s=1e-5)
 
 

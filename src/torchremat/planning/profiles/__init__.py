@@ -1,9 +1,7 @@
 """The behaviour and the bytes of a step: one forward traced, one step watched.
 
-traces.py          a traced forward as data
+traces.py          a traced forward as data, and how the events of its record show it
 tracing.py         the calls of a forward, and what they save
-saves.py           which of these saves still have a graph in the end
-operators.py       the operators of each call
 units.py           the flat order of calls that a plan makes choices for
 grain.py           which calls these are
 watching.py        the step in which every unit is a region

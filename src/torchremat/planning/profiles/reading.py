@@ -22,8 +22,8 @@ from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL, Overheads
 from torchremat.planning.profiles.backwards import Backwards, UnitBackward
 from torchremat.planning.profiles.events import without_copies
-from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
+from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.profiles.units import Units, not_called
 from torchremat.planning.profiles.watching import UnitSave, WatchedUnit, Watcher
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint, UnitBytes
@@ -175,7 +175,7 @@ class _Reader:
         self.live_with_copies = trace.live
         log = units.trace.operators
         self.cast_values = casts_of_leaves(log)
-        self.casts = numbers_of(log, self.cast_values)
+        self.casts = storages_of(log, self.cast_values)
 
     def freed_after(self, mark: int) -> int:
         """The position after the frees that follow a mark: a region's mark comes just before its tensors are freed."""

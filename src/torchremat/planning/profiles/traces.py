@@ -1,12 +1,25 @@
-"""A traced forward as data: its calls, the tensors that they saw, and live ranges of storages. Made by `tracing`."""
+"""A traced forward as data: its calls, the tensors that they saw, live ranges of storages; and how events show them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from torchremat.measuring.step_record import (
+    CallCarried,
+    CallEntered,
+    CallHolds,
+    CallLeft,
+    Event,
+    GraphDropped,
+    Run,
+    Seen,
+    StepRecord,
+    StorageFreed,
+    TensorSaved,
+)
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.conditions import Conditions
-from torchremat.planning.profiles.operators import OperatorTrace
 
 
 @dataclass(slots=True)
@@ -29,23 +42,6 @@ class SavedStorage:
     def storages(self) -> tuple[int, ...]:
         """The numbers of all its parts."""
         return (self.storage, *self.others)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A tensor as a call saw it.
-
-    Attributes:
-        identity: A number for the Python object.
-        version: Its version then.
-        storage: A number for its storage.
-        requires_grad: Whether gradients flow to it.
-    """
-
-    identity: int
-    version: int
-    storage: int
-    requires_grad: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +80,7 @@ class TracedCall:
     kind: str
     number: int
     parent: int | None
-    inputs: list[Seen]
+    inputs: list[Seen] = field(default_factory=list[Seen])
     outputs: list[Seen] = field(default_factory=list[Seen])
     mutated: list[int] = field(default_factory=list[int])
     is_overwritten: bool = False
@@ -92,7 +88,7 @@ class TracedCall:
     is_looping: bool = False
     saved: list[SavedStorage] = field(default_factory=list[SavedStorage])
     carried: tuple[int, ...] = ()
-    entered: int
+    entered: int = -1
     left: int = -1
     flops: int = 0
     flops_saved: int = 0
@@ -120,7 +116,7 @@ class Trace:
         step_saved: The saves of autograd outside every call, in the step's own code.
         end: Time at the end of the forward.
         flops: Flops of the whole forward.
-        operators: All operators that ran.
+        operators: All operators that ran. The storages that calls have seen have the same numbers there.
         allocations: The allocator's events meanwhile, with a mark before and after each operator; None if not recorded.
         sharded: The names of the modules that FSDP2 has sharded.
         loops: The number of times that a `torchremat.loop` ran.
@@ -136,7 +132,7 @@ class Trace:
     end: int
     flops: int
     lasting: frozenset[int] = frozenset()
-    operators: OperatorTrace = field(default_factory=OperatorTrace)
+    operators: StepRecord = field(default_factory=StepRecord)
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()
     loops: int = 0
@@ -165,3 +161,135 @@ class Trace:
 def named(name: str) -> str:
     """Return the name of a module for a message."""
     return f"`{name}`" if name else "the model"
+
+
+def around(calls: list[TracedCall], call: int | None) -> Iterator[TracedCall]:
+    """Yield a call, the one that made it, and so on outward; none for the step's own code."""
+    while call is not None and call >= 0:
+        yield calls[call]
+        call = calls[call].parent
+
+
+# The time of an operator without flops: the bytes that it moves, and the call itself.
+_BYTES_PER_S = 1e10
+_CALL_S = 5e-6
+
+
+def nominal_seconds(log: StepRecord, run: Run) -> float:
+    """Return the seconds of an operator on a generic device, for plans that have to be the same everywhere."""
+    moved = sum(log.values[value].size_bytes for value in (*run.reads, *run.makes))
+    return moved / _BYTES_PER_S + _CALL_S
+
+
+# NOTE [ Casts in a recompute ]
+# Autocast keeps the casts of leaves until the outermost autocast ends, for further casts of the same leaf. When
+# backward recomputes, that autocast has ended, so a recompute makes its own casts, and keeps them until it ends:
+#
+#   cast in the unit          autocast keeps the cast, and a recompute makes a new one
+#   found made by another     likewise: the recompute makes a cast that the traced forward lacks (`recast_bytes`)
+
+
+def casts_of_leaves(log: StepRecord) -> frozenset[int]:
+    """Return the values that autocast keeps."""
+    casts = (run for run in log.runs if run.op_info.is_cast and run.reads)
+    return frozenset(one for run in casts if all(log.values[v].is_leaf for v in run.reads) for one in run.makes)
+
+
+def storages_of(log: StepRecord, values: Iterable[int]) -> frozenset[int]:
+    """Return the storages of values."""
+    return frozenset(log.values[value].storage for value in values)
+
+
+class CallReader:
+    """Reads the calls of a forward out of its events; its time is the number of entries and exits of calls.
+
+    Args:
+        record: The events.
+        calls: The calls, as far as they were known when they began; the rest is filled in.
+        numbers: The numbers of storages, by the recorder's.
+        born: The storages from before the forward, with the time 0.
+    """
+
+    def __init__(
+        self, record: StepRecord, calls: list[TracedCall], numbers: Mapping[int, int], born: dict[int, int]
+    ) -> None:
+        self.record = record
+        self.calls = calls
+        self.numbers = numbers
+        self.born = born
+        self.died: dict[int, int] = {}
+        self.lasting: set[int] = set()
+        self.step_saved: list[SavedStorage] = []
+        self.time = 0
+        self.runs = 0
+        self.flops = 0
+        self.is_idle = False  # whether nothing has run since a call returned
+        self.saves: dict[int, tuple[SavedStorage, list[tuple[TracedCall, int]]]] = {}  # with the calls' flops so far
+
+    def read(self) -> None:
+        """Read all events; at their end the graphs of saves exist that were not dropped."""
+        for index, event in enumerate(self.record.events):
+            self._pass(index, event)
+        for saved, flops in self.saves.values():
+            for call, so_far in flops if saved.dropped is None else ():
+                call.flops_saved = so_far
+
+    def _pass(self, index: int, event: Event) -> None:
+        match event:
+            case Run():
+                self.runs += 1
+                self.flops += event.flops
+                self.is_idle = False
+            case StorageFreed():
+                if event.storage not in self.numbers:
+                    return  # no call has seen it
+                # A storage freed after a call returned, before anything else ran, was an argument with no other
+                # reference, or the old value of the variable that takes its result.
+                number = self.numbers[event.storage]
+                self.died[number] = self.time - 1 if self.is_idle else self.time
+                if self.is_idle:
+                    self.lasting.add(number)
+            case CallEntered():
+                self.time += 1
+                self.is_idle = False
+                call = self.calls[event.call]
+                call.entered, call.begins = self.time, event.mark
+                call.inputs = self._seen(event.seen, self.time)
+                call.operators, call.flops = range(self.runs, self.runs), self.flops
+            case CallLeft():
+                call = self.calls[event.call]
+                call.outputs, call.mutated, call.ends = self._seen(event.seen, self.time + 1), event.mutated, event.mark
+                call.operators, call.flops = range(call.operators.start, self.runs), self.flops - call.flops
+                self.time += 1
+                call.left = self.time
+                self.is_idle = True
+            case TensorSaved():
+                storages = [self.record.values[value].storage for value in event.values] or [-1]
+                first, *others = self._shows(storages, self.time + 1)
+                saved = SavedStorage(first, self.time, others=tuple(others))
+                calls = list(around(self.calls, event.call))
+                (calls[0].saved if calls else self.step_saved).append(saved)
+                self.saves[index] = saved, [(call, self.flops - call.flops) for call in calls]
+            case GraphDropped():
+                self.saves[event.save][0].dropped = self.time
+            case CallCarried():
+                for storage in self._shows(event.storages, self.time + 1):
+                    for call in around(self.calls, event.call):
+                        if self.born.get(storage, 0) < call.entered and storage not in call.carried:
+                            call.carried = (*call.carried, storage)
+            case CallHolds():
+                call = self.calls[event.call]
+                call.carried = tuple(dict.fromkeys((*call.carried, *self._shows(event.storages, self.time))))
+
+    def _shows(self, storages: Iterable[int], time: int) -> list[int]:
+        """Return the numbers of storages; the ones seen for the first time are born at this time."""
+        found = [self.numbers[storage] for storage in storages]
+        for number in found:
+            if number >= 0:
+                self.born.setdefault(number, time)
+        return found
+
+    def _seen(self, seen: list[Seen], time: int) -> list[Seen]:
+        storages = self._shows((one.storage for one in seen), time)
+        pairs = zip(seen, storages, strict=True)
+        return [Seen(one.identity, one.version, storage, one.requires_grad) for one, storage in pairs]

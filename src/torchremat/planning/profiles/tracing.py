@@ -4,7 +4,7 @@ No saved tensor is kept meanwhile, so the forward needs about the memory of one 
 calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is observed, not
 guessed from types, and the live ranges show which boundaries stay alive whatever the plan is.
 
-The operators are logged at the same time, see `operators`; this module works on whole calls.
+The recorder notes operators at the same time, see `measuring.recorder`; this module works on whole calls.
 
 Compiled modules save other tensors than their eager code, and only the operators of eager code are visible. So with
 such modules three forwards run: one runs eagerly and shows operators, one compiles, one shows everything else.
@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
-from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
@@ -31,18 +29,21 @@ from torchremat._compat.transforms import check_transform_around, left_to_transf
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.interception import intercepted
-from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.modules import has_compiled, intercepted
+from torchremat.measuring.recorder import StepRecorder
 from torchremat.measuring.step import loss_of
-from torchremat.measuring.storages import StorageMap
+from torchremat.measuring.step_record import (
+    CallCarried,
+    CallEntered,
+    CallHolds,
+    CallLeft,
+)
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
 from torchremat.measuring.writes import Looking
 from torchremat.planning.conditions import conditions_of, elements_in
-from torchremat.planning.profiles.operators import OperatorTracer
-from torchremat.planning.profiles.saves import Saves
-from torchremat.planning.profiles.traces import SavedStorage, Seen, Trace, TracedCall, named
+from torchremat.planning.profiles.traces import CallReader, Trace, TracedCall, around, named
 from torchremat.regions.threads import thread
 from torchremat.state.reach import tensors_inside
 from torchremat.tensors.parts import memories_of
@@ -51,92 +52,44 @@ from torchremat.tensors.structure import split, tensors_in
 Step = Callable[[nn.Module], object]
 
 
-class _Tracer:
-    def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorTracer) -> None:
+class _CallFollower:
+    """Follows the calls of modules in a traced forward, and tells the recorder.
+
+    Attributes:
+        calls: The calls so far, as far as they are known when they begin.
+        fixed: Storages of parameters and buffers, by the recorder's numbers.
+        loops: How many loops have begun.
+        looped: The names of the modules that loops called.
+    """
+
+    def __init__(self, model: nn.Module, log: StepRecorder) -> None:
         self.hook: object = None  # of the traced forward, for its saves
         self.thread = OwnThread()
-        self.flops = flops
         self.log = log
         self.calls: list[TracedCall] = []
-        self.time = 0
-        self.open: list[int] = []
         self.counts: dict[str, int] = {}
-        self.storages = StorageMap[int](self.dies)
-        self.storage_bytes: dict[int, int] = {}
-        self.born: dict[int, int] = {}
-        self.died: dict[int, int] = {}
-        self.lasting: set[int] = set()
         self.objects_of: dict[int, list[object]] = {}
-        self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
-        self.step_saved: list[SavedStorage] = []
-        self.saves = Saves(lambda: self.time)
-        self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
-        self.loops = 0  # that have begun
+        self.loops = 0
         self.inside_loops = 0
         self.looped: set[str] = set()
-        self.idle_since = -1  # number of operators that had run when the last call returned
-        self.fixed = frozenset(number for tensor in _named(model) for number in self.storages_of(tensor))
-
-    def storages_of(self, tensor: Tensor, *, new: bool = False) -> tuple[int, ...]:
-        """Return the numbers of a tensor's storages, the largest first; -1 alone if it has no visible memory.
-
-        Args:
-            tensor: The tensor.
-            new: Whether an unseen storage was made since the last event.
-        """
-        return tuple(self.storage(one, tensor, new=new) for one in memories_of(tensor)) or (-1,)
-
-    def storage(self, storage: UntypedStorage, tensor: Tensor, *, new: bool = False) -> int:
-        """Return the number of a storage of a tensor; for `new` see `storages_of`."""
-        known = self.storages.get(storage)
-        if known is not None:
-            return known
-        number = self.storages[storage] = len(self.storage_bytes)
-        self.storage_bytes[number] = taken_bytes(storage)
-        self.born[number] = self.time + new
-        self.log.also_known_as(storage, tensor, number)
-        return number
-
-    def dies(self, number: int) -> None:
-        """Record that a storage is freed."""
-        # A storage freed after a call returned, before anything else ran, was an argument with no other reference, or
-        # the old value of the variable that takes its result.
-        self.died[number] = self.time
-        if self.idle_since == len(self.log.trace.runs):
-            self.died[number] -= 1
-            self.lasting.add(number)
-
-    def seen(self, tensor: Tensor, *, new: bool = False) -> list[Seen]:
-        """Return the tensor as seen, one entry for each of its storages."""
-        known = self.identities.get(id(tensor))
-        if known is None or known[1]() is not tensor:
-            known = (self.tensors, ref(tensor))
-            self.tensors += 1
-            self.identities[id(tensor)] = known
-        version = 0 if tensor.is_inference() else tensor._version
-        needs = tensor.requires_grad
-        return [Seen(known[0], version, storage, needs) for storage in self.storages_of(tensor, new=new)]
+        self.fixed = frozenset(number for tensor in _named(model) for number in log.storages(tensor))
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
-        values, (storage, *others) = self.log.save(tensor), self.storages_of(tensor, new=True)
-        saved = SavedStorage(storage, self.time, others=tuple(others))
-        calls = [self.calls[index] for index in self.open]
-        (calls[-1].saved if calls else self.step_saved).append(saved)
-        return self.saves.note(saved, values, ((call, self.flops.total - call.flops) for call in calls))
+        return self.log.save(tensor)
 
     def transforms(self) -> None:
         """Record that a reverse-mode transform of torch.func begins."""
-        for index in self.open:
-            self.calls[index].is_transforming = True
+        for call in around(self.calls, self.log.call):
+            call.is_transforming = True
 
     @contextmanager
     def loop(self) -> Generator[None]:
         """Note that the open calls have a loop, which manages its own memory: calls made in it are not looked at."""
-        for index in self.open:
-            self.calls[index].is_looping = True
+        for call in around(self.calls, self.log.call):
+            call.is_looping = True
         self.loops += 1
         self.inside_loops += 1
         try:
@@ -146,18 +99,17 @@ class _Tracer:
 
     def carried(self, value: object) -> None:
         """Record a value where it is put, and where it is taken: calls begun between get it outside their arguments."""
-        storages = [one for tensor in tensors_in(value) for one in self.storages_of(tensor, new=True)]
-        for storage in storages:
-            for call in (self.calls[index] for index in self.open):
-                if self.born.get(storage, 0) < call.entered and storage not in call.carried:
-                    call.carried = (*call.carried, storage)
+        storages = tuple(one for tensor in tensors_in(value) for one in self.log.storages(tensor))
+        self.log.record.events.append(CallCarried(self.log.call, storages))
 
-    def look_into_objects(self) -> None:
-        """Record which tensors the other arguments hold, and release these arguments."""
+    def ended(self) -> None:
+        """Record which tensors the other arguments hold, and release these arguments; and which parameters changed."""
         for index in list(self.objects_of):
             inside = tensors_inside(self.objects_of.pop(index))
-            call = self.calls[index]
-            call.carried = tuple(dict.fromkeys((*call.carried, *chain.from_iterable(map(self.storages_of, inside)))))
+            storages = tuple(chain.from_iterable(map(self.log.storages, inside)))
+            self.log.record.events.append(CallHolds(index, storages))
+        for call, versions in zip(self.calls, self.versions, strict=True):
+            call.is_overwritten = any(parameter._version != version for parameter, version in versions)
 
     def run(
         self,
@@ -186,50 +138,39 @@ class _Tracer:
             raise UnsupportedError(
                 f"{named(name)} is given a nested tensor, whose bytes cannot be planned. Give padded batches."
             )
-        self.time += 1
-        self.idle_since = -1
-        index = len(self.calls)
+        log, index = self.log, len(self.calls)
         if objects:
             self.objects_of[index] = objects
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
         parameters = [*module.parameters()]
-        call = TracedCall(
-            name=name,
-            kind=type(module).__name__,
-            number=number,
-            parent=self.open[-1] if self.open else None,
-            inputs=[seen for tensor in tensors for seen in self.seen(tensor)],
-            entered=self.time,
-            flops=self.flops.total,
-            grad=torch.is_grad_enabled(),
-            input_elements=elements_in(tensors),
-            conditions=None if self.open else conditions_of(module),
-            signature=_signature(module, parameters, tensors),
+        outer = log.call
+        self.calls.append(
+            TracedCall(
+                name=name,
+                kind=type(module).__name__,
+                number=number,
+                parent=outer if outer >= 0 else None,
+                grad=torch.is_grad_enabled(),
+                input_elements=elements_in(tensors),
+                conditions=None if outer >= 0 else conditions_of(module),
+                signature=_signature(module, parameters, tensors),
+            )
         )
-        self.calls.append(call)
+        inputs = [seen for tensor in tensors for seen in log.seen(tensor)]
         own = (one for one in parameters if id(one) in self.parameters)  # `functional_call` has others
         self.versions.append([(one, one._version) for one in own if not one.is_inference()])
-        self.open.append(index)
-        log, first = self.log, len(self.log.trace.runs)
         log.call = index
-        call.begins = log.mark()
+        log.record.events.append(CallEntered(index, inputs, log.mark()))
         try:
             output = function(*args, **kwargs)
         finally:
-            self.open.pop()
-            log.call = self.open[-1] if self.open else -1
-        call.ends = log.mark()
-        call.operators = range(first, len(log.trace.runs))
-        versions = {self.identities[id(one)][0]: one._version for one in tensors if not one.is_inference()}
-        call.mutated = [
-            place for place, seen in enumerate(call.inputs) if versions.get(seen.identity, seen.version) != seen.version
-        ]
-        call.outputs = [seen for tensor in tensors_in(output) for seen in self.seen(tensor, new=True)]
-        call.flops = self.flops.total - call.flops
-        self.time += 1
-        call.left = self.time
-        self.idle_since = len(self.log.trace.runs)
+            log.call = outer
+        ends = log.mark()
+        now = {log.identity(one): one._version for one in tensors if not one.is_inference()}
+        mutated = [place for place, one in enumerate(inputs) if now.get(one.identity, one.version) != one.version]
+        outputs = [seen for tensor in tensors_in(output) for seen in log.seen(tensor)]
+        log.record.events.append(CallLeft(index, outputs, mutated, ends))
         return output
 
 
@@ -254,65 +195,69 @@ def trace(
     aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
     flops = FlopCounter()
-    with aside() as looking, recording as recorder, OperatorTracer(flops, recorder, looking) as log:
-        seen = _run_traced(model, step, flops, log)
-    if recorder is not None:
-        seen = _recorded(seen, log, recorder.trace)
+    with aside() as looking, recording as recorder, StepRecorder(flops, recorder, looking) as log:
+        calls = _run_traced(model, step, log)
+    seen = _read(model, calls, flops.total, None if recorder is None else recorder.trace)
     if not has_compiled(model):
         return seen
     with aside(), nothing_kept():
         loss_of(step(model))
     with aside():
-        flops = FlopCounter()  # no mode is entered, under which compiled code would run eagerly
-        return _joined(model, _run_traced(model, step, flops, OperatorTracer(flops, None)), seen)
+        # No mode is entered, under which compiled code would run eagerly.
+        return _joined(model, _read(model, _run_traced(model, step, StepRecorder(FlopCounter(), None)), 0), seen)
 
 
-def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorTracer) -> Trace:
-    tracer = _Tracer(model, flops, log)
+def _run_traced(model: nn.Module, step: Step, log: StepRecorder) -> _CallFollower:
+    calls = _CallFollower(model, log)
     try:
-        with intercepted(model, tracer.run), transforms_beside_hooks(tracer.transforms):
-            tracer.hook = left_to_transform(except_traced(tracer.save))
-            push_saved_tensor_hooks(tracer.hook, never)
-            thread.on_carried, thread.around_loop = tracer.carried, tracer.loop
+        with intercepted(model, calls.run), transforms_beside_hooks(calls.transforms):
+            calls.hook = left_to_transform(except_traced(calls.save))
+            push_saved_tensor_hooks(calls.hook, never)
+            thread.on_carried, thread.around_loop = calls.carried, calls.loop
             try:
                 result = step(model)
             finally:
                 thread.on_carried = thread.around_loop = None
                 pop_saved_tensor_hooks()
-                tracer.hook = None  # it references the tracer
+                calls.hook = None  # it references the calls
         loss = loss_of(result)
         del result  # logits and caches other than the loss are freed before backward, as in each run
-        tracer.look_into_objects()
-        tracer.saves.close()
-        for call, versions in zip(tracer.calls, tracer.versions, strict=True):
-            call.is_overwritten = any(parameter._version != version for parameter, version in versions)
+        calls.ended()
     finally:
-        tracer.storages.clear()  # frees from here on are not recorded
+        log.close()
     del loss
+    return calls
+
+
+def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: AllocationTrace | None = None) -> Trace:
+    """Return the calls as the events show them, with storages numbered in the order in which calls have seen them.
+
+    Plans of several shapes compare these numbers, and with another shape other operators may run.
+    """
+    record = own.log.record
+    numbers = {-1: -1, **{storage: number for number, storage in enumerate(record.shown)}}
+    reader = CallReader(record, own.calls, numbers, {numbers[storage]: 0 for storage in own.fixed})
+    reader.read()
+    foreign = frozenset[int]()
+    if allocations is not None:
+        record, foreign = record.timed(allocations), record.foreign(allocations)
+    uncounted = foreign - own.fixed
     return Trace(
-        calls=tracer.calls,
-        storage_bytes=tracer.storage_bytes,
-        fixed=tracer.fixed,
-        born=tracer.born,
-        died=tracer.died,
-        lasting=frozenset(tracer.lasting),
-        step_saved=tracer.step_saved,
-        end=tracer.time + 1,
-        flops=flops.total,
-        operators=log.trace,
+        calls=own.calls,
+        storage_bytes={numbers[one]: 0 if one in uncounted else size for one, size in record.shown.items()},
+        fixed=frozenset(numbers[storage] for storage in own.fixed),
+        born=reader.born,
+        died=reader.died,
+        lasting=frozenset(reader.lasting),
+        step_saved=reader.step_saved,
+        end=reader.time + 1,
+        flops=flops,
+        operators=record.numbered(numbers, len(record.shown), foreign),
+        allocations=allocations,
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
-        loops=tracer.loops,
-        looped=frozenset(tracer.looped),
+        loops=own.loops,
+        looped=frozenset(own.looped),
     )
-
-
-def _recorded(seen: Trace, log: OperatorTracer, allocations: AllocationTrace) -> Trace:
-    """Return a trace with the recorded allocations; see NOTE [ Memory that is not the allocator's ]."""
-    log.take_device_time(allocations)
-    numbers = log.trace.storages
-    foreign = {numbers[storage] for storage in log.find_foreign(allocations) if storage in numbers} - seen.fixed
-    storage_bytes = {**seen.storage_bytes, **dict.fromkeys(foreign, 0)}
-    return replace(seen, storage_bytes=storage_bytes, allocations=allocations)
 
 
 def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
@@ -329,11 +274,12 @@ def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
         call.flops_saved = seen.flops if is_compiled(model.get_submodule(call.name)) else seen.flops_saved
         pairs = (*zip(seen.inputs, call.inputs, strict=True), *zip(seen.outputs, call.outputs, strict=True))
         numbers.update((theirs.storage, ours.storage) for theirs, ours in pairs)
-    log = eager.operators
-    log.storages = {storage: numbers[number] for storage, number in log.storages.items() if number in numbers}
+    operators = eager.operators.numbered(numbers, len(own.storage_bytes))
     foreign = [ours for theirs, ours in numbers.items() if min(theirs, ours) >= 0 and not eager.storage_bytes[theirs]]
     storage_bytes = {**own.storage_bytes, **dict.fromkeys(foreign, 0)}
-    return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations, storage_bytes=storage_bytes)
+    return replace(
+        own, flops=eager.flops, operators=operators, allocations=eager.allocations, storage_bytes=storage_bytes
+    )
 
 
 def _named(model: nn.Module) -> Iterator[Tensor]:

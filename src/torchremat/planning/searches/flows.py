@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from statistics import median
 
-from torchremat.planning.profiles.operators import Run, SavedValue
+from torchremat.measuring.step_record import Run, SavedValue
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import has_shards
 from torchremat.planning.searches.chains import Cost
@@ -105,12 +105,11 @@ def _values(
     leaves_stay = unit is None or not has_shards(profile.units, unit)
     for number in numbers:
         value = log.values[number]
-        boundary = log.storages.get(value.storage, -1)
         if number in made:
-            holdable, size = not value.is_overwritten, 0 if boundary in outputs else value.size_bytes
+            holdable, size = not value.is_overwritten, 0 if value.storage in outputs else value.size_bytes
         else:
             # See NOTE [ Memory that is not the allocator's ].
-            holdable = (value.is_leaf and leaves_stay) or boundary in inputs
+            holdable = (value.is_leaf and leaves_stay) or value.storage in inputs
             size = 0 if value.is_foreign else value.size_bytes
         yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from torchremat.measuring.step_record import Run
 from torchremat.planning.devices.overheads import NOMINAL
-from torchremat.planning.profiles.operators import Run
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.search_budget import SearchBudget

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from torchremat.measuring.step_record import Run, StepRecord
 from torchremat.measuring.traces import AllocationTrace, live_bytes_of
 from torchremat.planning.profiles.backwards import UnitBackward
-from torchremat.planning.profiles.operators import OperatorTrace, Run
 from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import OperatorSelection, held_values
 
@@ -57,7 +57,7 @@ class SelectionReplay:
 
     def __init__(
         self,
-        log: OperatorTrace,
+        log: StepRecord,
         runs: list[Run],
         flow: Dataflow,
         storages: list[int],
@@ -87,7 +87,7 @@ class SelectionReplay:
             if (flow.values[value].needed or index in self.spared) and storages[value] in self._made
         }
 
-    def _find_made(self, log: OperatorTrace) -> dict[int, _MadeStorage]:
+    def _find_made(self, log: StepRecord) -> dict[int, _MadeStorage]:
         found: dict[int, _MadeStorage] = {}
         for index, run in enumerate(self._runs):
             first, last = self._span(index)

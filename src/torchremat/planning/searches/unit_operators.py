@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from torchremat.measuring.step_record import Run
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL
-from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.replays import SelectionReplay, in_parts
@@ -105,7 +106,7 @@ class UnitOperators:
         replay = SelectionReplay(
             log, runs, self.flow, self._storages, selection, self._allocations, window, state_bytes
         )
-        boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
+        boundary = replay.held.intersection(outputs)
         again = [index for index in range(selection.ends) if index not in replay.spared]
         ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
         operators = tuple(run.name for run in runs if run.op_info.is_counted)
@@ -114,7 +115,7 @@ class UnitOperators:
         overhead_s = profile.overheads.seconds(*taken)
         backward = in_parts(profile.backwards[unit], self._saves, self.flow, selection, replay)
         return OptionBytes(
-            kept=frozenset(boundary.values()),
+            kept=frozenset(boundary),
             kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),
             forward_peak_bytes=replay.forward_peak(),
             early_peak_bytes=backward.early_bytes,
@@ -174,7 +175,7 @@ class UnitOperators:
 def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
     """Return the operators of each unit of a profile; empty if no unit has options."""
     log, allocations = profile.units.trace.operators, profile.units.trace.allocations
-    casts = numbers_of(log, casts_of_leaves(log))
+    casts = storages_of(log, casts_of_leaves(log))
     having = [allocations is not None and _has_options(profile, unit, casts) for unit in range(len(profile.sizes))]
     if allocations is None or not any(having):
         return []

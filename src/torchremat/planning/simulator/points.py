@@ -102,7 +102,7 @@ class OptionBytes:
         recomputes: Whether it has a recompute.
         seconds: Seconds that it adds to a step.
         overhead_s: The part of `seconds` that is the executor's own overhead, whatever the shapes are.
-        nominal_s: The same on a generic device, see `operators.nominal_seconds`.
+        nominal_s: The same on a generic device, see `traces.nominal_seconds`.
         flops: Flops of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.

@@ -24,7 +24,7 @@ class Prediction:
         forward_bytes: Highest live bytes before backward begins; the larger of this and `backward_bytes` is the peak.
         backward_bytes: Highest live bytes from there on.
         seconds: Seconds spent in recomputes.
-        nominal_s: The same on a generic device, see `operators.nominal_seconds`.
+        nominal_s: The same on a generic device, see `traces.nominal_seconds`.
         flops: Flops spent in recomputes.
         calls: Number of unit forwards that recomputes run.
         moving_s: Seconds that copies into stores and back add: compute time that they displace, and waiting.
