@@ -30,7 +30,7 @@ from torchremat.tensors.metadata import is_dense
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 # The most bytes that Python hashes sooner than NumPy adds them up.
-_HASHED_BYTES = 64 << 10
+_HASHED_BYTES = 32 << 10
 # The most bytes of a tensor with gaps that are copied to be hashed.
 _GATHERED_BYTES = 512 << 10
 # Words of a row, and the most words of which each is weighted by itself.
@@ -71,9 +71,11 @@ def hash_here(tensor: Tensor) -> int | None:
         return hash(_gathered(tensor)) if size <= _GATHERED_BYTES else None
     if size <= _HASHED_BYTES:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
-    memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B"), np.uint8)
-    whole = size // 8 * 8
-    return hash(np.concatenate(_sums(memory[:whole].view(np.int64), memory[whole:].astype(np.int64))).tobytes())
+    # As in a fingerprint: sums of rows and of columns.
+    whole = size // (8 * _ROW) * _ROW
+    words = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.int64, whole).reshape(-1, _ROW)
+    rest = ctypes.string_at(tensor.data_ptr() + 8 * whole, size - 8 * whole)
+    return hash((words.sum(1).tobytes(), words.sum(0).tobytes(), rest))
 
 
 def _gathered(tensor: Tensor) -> bytes:

@@ -79,11 +79,14 @@ def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a strided tensor has each byte of its stretch of memory once, in whatever order."""
-    shape, strides = tensor.shape, tensor.stride()
-    return tensor.is_contiguous() or all(
-        size == 1 or stride == packed
-        for size, stride, packed in zip(shape, strides, _packed(shape, strides), strict=True)
-    )
+    if tensor.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

@@ -118,13 +118,10 @@ class Backwards:
         first, last = np.searchsorted(self._pairs[:, 1], (begin, end))
         allocated, freed = self._pairs[first:last].T
         remade = freed[(recompute <= allocated) & (allocated < begin)] - begin
-        live = {
-            index: self.interval(pointer, begin)
-            for index, (_, pointer) in own.asked.items()
-            if index < len(own.saved)
-        }
+        asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
+        live = ((index, self.interval(pointer, begin)) for index, pointer in asked)
         freed_at = {
-            index: one[1] - begin for index, one in live.items() if one is not None and recompute <= one[0] and one[1] < end
+            index: one[1] - begin for index, one in live if one is not None and one[0] >= recompute and one[1] < end
         }
         return UnitBackward(
             delta_bytes=self._delta_bytes[begin:end],

@@ -85,5 +85,5 @@ def _moved(
         time_ns=shown_ns(trace.time_ns)[stay],
         ptr=trace.ptr[stay],
         delta_bytes=trace.delta_bytes[stay],
-        marks=tuple([TraceMark(id=one.id, label=one.label, time_ns=t, position=at) for one, t, at in places]),
+        marks=tuple([TraceMark(one.id, one.label, time_ns, at) for one, time_ns, at in places]),
     )
