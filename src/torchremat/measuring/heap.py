@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 # How much more rarely than usual the collector visits all objects in a block: they are the records that we make of a
-# step, and each visit takes longer than the last. The garbage of a step dies young, where the collector comes as always.
+# step, and each visit takes longer. What a step itself leaves behind dies young, where the collector comes as always.
 _RARELY = 10
 
 # Whether a block of ours is open. The collector can count the frozen objects, but only by a pass over all of them.
