@@ -176,10 +176,21 @@ def test_a_hash_on_the_host_is_of_dense_memory_in_its_order():
     assert hash_here(torch.ones(())) == hash_here(torch.ones(1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hash_on_the_host_is_of_the_elements_of_a_tensor_with_gaps(dtype):
+    x = some(dtype, 6, 7)
+    y = x.clone()
+    y.view(torch.uint8)[4, 5 * x.element_size()] ^= 1
+
+    assert hash_here(x[1:, ::2]) == hash_here(x[1:, ::2].contiguous()) == hash_here(y[1:, ::2]) != hash_here(x[:5, ::2])
+    assert hash_here(x[:, 3:6]) != hash_here(y[:, 3:6]) == hash_here(y[:, 3:6].contiguous())
+    assert hash_here(x[0].expand(6, 7)) == hash_here(x[0].expand(6, 7).contiguous()) != hash_here(x)
+
+
 def test_other_tensors_have_no_hash_on_the_host():
     one = some(torch.complex64, 6)
     others = [one.conj(), one.conj().imag, torch._neg_view(one.real.clone()), torch._efficientzerotensor(6, 2)]
-    others += [torch.ones(4, 4)[:, :2], torch.ones(3, 1).expand(3, 4), torch.ones(3, device="meta")]
+    others += [torch.ones(400, 400)[:, :350], torch.ones(3, device="meta")]
     with torch.sparse.check_sparse_tensor_invariants():
         others.append(torch.eye(3).to_sparse())
 

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
+# How much more rarely than usual the collector visits all objects in a block: they are the records that we make of a
+# step, and each visit takes longer. What a step itself leaves behind dies young, where the collector comes as always.
+_RARELY = 10
+
 # Whether a block of ours is open. The collector can count the frozen objects, but only by a pass over all of them.
 _is_set_aside = False
 
@@ -30,10 +34,13 @@ def heap_set_aside() -> Generator[None]:
         return
     gc.freeze()
     _is_set_aside = True
+    *often, seldom = gc.get_threshold()
+    gc.set_threshold(*often, seldom * _RARELY)
     try:
         yield
     finally:
         _is_set_aside = False
+        gc.set_threshold(*often, seldom)
         gc.unfreeze()
 
 

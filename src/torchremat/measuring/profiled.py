@@ -27,16 +27,14 @@ from __future__ import annotations
 
 import gc
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from threading import Lock
-from typing import cast
 from weakref import WeakMethod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchremat._compat.collectives import settled_collectives
 from torchremat._compat.profiler import errors_alone
@@ -79,32 +77,35 @@ class ProfilerRecorder(AllocationRecorder):
             _emit(mark)
         return mark
 
-    def _finish(self, nodes: Iterable[ProfilerEvent]) -> None:
+    def _finish(self, roots: Iterable[ProfilerEvent]) -> None:
         """Build the trace from the profiler's events."""
-        # Each attribute of an event is a C++ call, and events are many: read once.
+        # Each attribute of an event is a C++ call, and events are many: read once. A stack instead of recursion, since
+        # trees are as deep as the calls. Parents first, so that equal times keep their order.
         raw, marked_ns, calls = list[tuple[int, int, int]](), dict[int, int](), list[int]()
-        for node in nodes:
+        waiting = [*roots][::-1]
+        while waiting:
+            node = waiting.pop()
             name = node.name
             if name == MEMORY:
                 one = allocation_of(node)
                 if one is not None and one.device == self.device:
                     raw.append((node.start_time_ns, one.ptr, one.alloc_size))
             elif name.startswith(_MARK):
-                marked_ns[int(name.removeprefix(_MARK))] = node.start_time_ns
-            elif name == _CALL:
-                calls.append(node.start_time_ns)
+                marked_ns[int(name[len(_MARK) :])] = node.start_time_ns
+            else:
+                if name == _CALL:
+                    calls.append(node.start_time_ns)
+                waiting += node.children[::-1]
         if _BLOCK not in marked_ns:
             raise UnsupportedError(
                 "the block started a profiler of its own, which took the place of the one that records allocations. "
                 "Take the profiler out of the step."
             )
-        raw.sort(key=_time)
-        columns = np.array(_matched(raw, calls=sorted(calls)), dtype=np.int64).reshape(-1, 3)
-        times = columns[:, 0]
+        columns = _matched(raw, calls=sorted(calls))
         marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
-        positions = np.searchsorted(times, [time_ns for _, time_ns in marked]).tolist()
+        positions = np.searchsorted(columns[:, 0], [time_ns for _, time_ns in marked]).tolist()
         marks = [
-            TraceMark(id=mark, label=label, time_ns=time_ns, position=position)
+            TraceMark(mark, label, time_ns, position)
             for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
         ]
         self._trace = AllocationTrace.of(self.device, columns, marks)
@@ -152,7 +153,7 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
         with uninterrupted():
             recorder._has_ended = True
             events = stop_profiler() if a_profiler_runs() else ()
-    recorder._finish(_walk(events))
+    recorder._finish(events)
 
 
 def profiler_is_active() -> bool:
@@ -206,46 +207,29 @@ def _call() -> Generator[None]:
         emit(_CALL)
 
 
-def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
-    # A stack instead of recursion, since trees are as deep as the calls. Parents first, so that equal times keep their
-    # order.
-    waiting = [*roots][::-1]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if node.name != MEMORY:
-            waiting += node.children[::-1]
-
-
-_time = cast("Callable[[tuple[int, int, int]], int]", itemgetter(0))
-
-
-def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = ()) -> list[tuple[int, int, int]]:
-    """Return the events that can be trusted. See NOTE [ Frees of foreign memory ].
+def _matched(events: Sequence[tuple[int, int, int]], *, calls: Sequence[int] = ()) -> NDArray[np.int64]:
+    """Return the events that can be trusted, in order. See NOTE [ Frees of foreign memory ].
 
     Args:
         events: Time, address and bytes of each.
         calls: Start and end times of collectives, alternating. See NOTE [ Who frees what gloo has worked on ].
     """
-    live: dict[int, tuple[int, int]] = {}
-    kept: list[tuple[int, int, int]] = []
-    for time_ns, ptr, delta in events:
-        known = live.pop(ptr, None)
-        if known is not None:
-            born_ns, size = known
-            ends_ns = _end_of_call(calls, born_ns) if delta > 0 else None
-            kept.append((time_ns if ends_ns is None else ends_ns, ptr, -size))
-        if delta > 0:
-            live[ptr] = time_ns, delta
-            kept.append((time_ns, ptr, delta))
-    for ptr, (born_ns, size) in live.items():
-        ends_ns = _end_of_call(calls, born_ns)
-        if ends_ns is not None:
-            kept.append((ends_ns, ptr, -size))
-    return sorted(kept, key=_time)
-
-
-def _end_of_call(calls: Sequence[int], time_ns: int) -> int | None:
-    """Return the end of the call that was running at a time, or None if none was."""
-    place = bisect_right(calls, time_ns)
-    return calls[place] if place % 2 else None
+    rows = np.array(events, np.int64).reshape(-1, 3)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    order = np.argsort(rows[:, 1], kind="stable")
+    born, following = rows[order], np.roll(order, -1)
+    is_last = born[:, 1] != np.roll(born[:, 1], -1)
+    is_last[-1:] = True
+    # What comes next at the address of an allocation ends it, whether it is a free or another allocation.
+    ends_ns, is_seen = rows[following, 0], ~is_last & (rows[following, 2] <= 0)
+    ends = np.append(np.array(calls, np.int64), 0)
+    place = np.searchsorted(ends[:-1], born[:, 0], "right")
+    is_called = ~is_seen & (place % 2 == 1)
+    freed = np.stack([np.where(is_called, ends[place], ends_ns), born[:, 1], -born[:, 2]], 1)
+    # Of equal times a free comes before an allocation.
+    frees = np.where(is_last, len(rows) + order, following)
+    is_born = born[:, 2] > 0
+    is_freed = is_born & (~is_last | is_called)
+    found = np.concatenate([freed[is_freed], born[is_born]])
+    places = np.concatenate([2 * frees[is_freed], 2 * order[is_born] + 1])
+    return found[np.lexsort([places, found[:, 0]])]

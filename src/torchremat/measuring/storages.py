@@ -7,7 +7,7 @@ from typing import Generic, TypeVar, cast
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from torchremat.tensors.parts import parts_of
 
@@ -130,7 +130,12 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
         value: Tensors, and lists, tuples and dicts of them.
         sparse: Whether sparse tensors are opened as well; otherwise they are left out.
     """
-    if isinstance(value, Tensor):
+    if type(value) is nn.Parameter or type(value) is Tensor:  # no wrapper: by far the most
+        if value.layout == torch.strided:
+            yield value
+        elif sparse:
+            yield from _parts(value)
+    elif isinstance(value, Tensor):
         for part in parts_of(value):
             if part.layout == torch.strided:
                 yield part

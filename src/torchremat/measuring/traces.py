@@ -36,6 +36,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +54,7 @@ def live_bytes_of(delta_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta_bytes, dtype=np.int64)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceMark:
+class TraceMark(NamedTuple):
     """A point between two events of a trace.
 
     `position` is the index of the first event after it, or the number of events if none follows. `time_ns` is on the

@@ -129,8 +129,8 @@ def gradient_leaves(
 
 def frees_gradient(leaf: Tensor) -> bool:
     """Return whether a hook of a leaf frees its gradient as soon as it is complete."""
-    hooks: dict[int, object] = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, "frees_gradient", False) for hook in hooks.values())
+    hooks: dict[int, object] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) and any(getattr(hook, "frees_gradient", False) for hook in hooks.values())
 
 
 @contextmanager

@@ -187,5 +187,5 @@ def _with_events(trace: AllocationTrace, events: list[tuple[int, int]]) -> Alloc
         time_ns=np.insert(trace.time_ns, at, [trace.marks[mark].time_ns for mark in ids]),
         ptr=np.insert(trace.ptr, at, -1 - np.arange(len(events))),
         delta_bytes=np.insert(trace.delta_bytes, at, [size for _, size in events]),
-        marks=tuple(replace(mark, position=mark.position + before(mark)) for mark in trace.marks),
+        marks=tuple(mark._replace(position=mark.position + before(mark)) for mark in trace.marks),
     )

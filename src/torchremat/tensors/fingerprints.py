@@ -30,7 +30,9 @@ from torchremat.errors import UnsupportedError
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 # The most bytes that Python hashes sooner than NumPy adds them up.
-_HASHED_BYTES = 64 << 10
+_HASHED_BYTES = 32 << 10
+# The most bytes of a tensor with gaps that are copied to be hashed.
+_GATHERED_BYTES = 512 << 10
 # Words of a row, and the most words of which each is weighted by itself.
 _ROW, _SMALL = 256, 4096
 _WEIGHTS = np.arange(1, 2 * _SMALL + 1, 2)
@@ -52,23 +54,36 @@ def fingerprint(tensor: Tensor, *, by_memory: bool = False) -> Tensor:
 
 
 def hash_here(tensor: Tensor) -> int | None:
-    """Return a hash of the bits of a dense tensor on the host, in memory order; None of any other tensor.
+    """Return a hash of the bits of a tensor on the host, in memory order if it is dense; None of some tensors.
 
+    None of tensors elsewhere, of those whose bits are not in their own memory, and of large ones with gaps.
     It holds in this process only. No operator runs, and no memory is allocated that a recording would see: a tensor of
-    a few kilobytes takes a microsecond, where the operators of a fingerprint take thirty.
+    a few kilobytes takes a microsecond or two, where the operators of a fingerprint take thirty.
     """
     if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or transform_level_of(tensor) != -1:
         return None
-    if tensor.layout is not torch.strided or not is_dense(tensor):
+    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
         return None
-    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():  # what they stand for is not in their memory
+    if tensor._is_zerotensor():  # like lazily negated and conjugated ones: what it stands for is not in its memory
         return None
     size = tensor.nbytes
+    if not is_dense(tensor):
+        return hash(_gathered(tensor)) if size <= _GATHERED_BYTES else None
     if size <= _HASHED_BYTES:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
-    memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B"), np.uint8)
-    whole = size // 8 * 8
-    return hash(np.concatenate(_sums(memory[:whole].view(np.int64), memory[whole:].astype(np.int64))).tobytes())
+    # As in a fingerprint: sums of rows and of columns.
+    whole = size // (8 * _ROW) * _ROW
+    words = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.int64, whole).reshape(-1, _ROW)
+    rest = ctypes.string_at(tensor.data_ptr() + 8 * whole, size - 8 * whole)
+    return hash((words.sum(1).tobytes(), words.sum(0).tobytes(), rest))
+
+
+def _gathered(tensor: Tensor) -> bytes:
+    """Return the bits of a tensor on the host, element by element."""
+    shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
+    reach = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (reach * size)).from_address(tensor.data_ptr())
+    return np.ndarray(shape, f"V{size}", memory, 0, [stride * size for stride in strides]).tobytes()
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

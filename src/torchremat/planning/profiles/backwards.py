@@ -10,13 +10,15 @@ A plan that holds some of a unit's saved tensors recomputes when autograd asks f
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.measuring.traces import AllocationTrace, live_bytes_of
+from torchremat.planning.profiles.events import pairs_of
 from torchremat.planning.profiles.watching import WatchedUnit
 from torchremat.planning.simulator.points import Releases
 
@@ -80,18 +82,22 @@ class Backwards:
 
     Args:
         trace: The events.
-        intervals: By address, the events that allocated and freed something there.
+        delta_bytes: Their bytes, without the copies that regions make.
         position: By mark, the number of events before it.
     """
 
-    def __init__(
-        self, trace: AllocationTrace, intervals: Mapping[int, list[tuple[int, int]]], position: list[int]
-    ) -> None:
-        self._delta_bytes = trace.delta_bytes
-        self._intervals = intervals
+    def __init__(self, trace: AllocationTrace, delta_bytes: NDArray[np.int64], position: Sequence[int]) -> None:
+        self._delta_bytes = delta_bytes
+        self._intervals = trace.intervals
         self._position = position
-        pairs = np.array([pair for those in intervals.values() for pair in those], np.int64).reshape(-1, 2)
+        pairs = pairs_of(trace)
         self._pairs = pairs[np.argsort(pairs[:, 1])]
+
+    def interval(self, pointer: int, position: int) -> tuple[int, int] | None:
+        """Return the events that allocated and freed the memory at an address before a position; None if it is free."""
+        at_address = self._intervals.get(pointer, ())
+        place = bisect_left(at_address, (position,)) - 1
+        return at_address[place] if place >= 0 and at_address[place][1] >= position else None
 
     def copied_bytes(self, own: WatchedUnit, fixed: Container[int]) -> int:
         """Return the bytes that a unit's recompute has made for saved tensors from before the step."""
@@ -99,9 +105,12 @@ class Backwards:
             return 0
         begin, end = self._position[own.recompute], self._position[own.recomputed]
         asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
-        pointers = {pointer for index, pointer in asked if own.saved[index] in fixed}
-        made = (at for pointer in pointers for at, _ in self._intervals.get(pointer, ()) if begin <= at < end)
-        return sum(int(self._delta_bytes[at]) for at in made)
+        made = 0
+        for pointer in {pointer for index, pointer in asked if own.saved[index] in fixed}:
+            at_address = self._intervals.get(pointer, ())
+            places = range(bisect_left(at_address, (begin,)), bisect_left(at_address, (end,)))
+            made += sum(int(self._delta_bytes[at_address[place][0]]) for place in places)
+        return made
 
     def of(self, own: WatchedUnit, begins: int, ends: int, fixed: frozenset[int]) -> UnitBackward:
         """Return the backward of a unit between two marks; `fixed` storages existed before the step."""
@@ -109,11 +118,10 @@ class Backwards:
         first, last = np.searchsorted(self._pairs[:, 1], (begin, end))
         allocated, freed = self._pairs[first:last].T
         remade = freed[(recompute <= allocated) & (allocated < begin)] - begin
+        asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
+        live = ((index, self.interval(pointer, begin)) for index, pointer in asked)
         freed_at = {
-            index: freed - begin
-            for index, (_, pointer) in own.asked.items()
-            for allocated, freed in self._intervals.get(pointer, ())
-            if recompute <= allocated < begin <= freed < end and index < len(own.saved)
+            index: one[1] - begin for index, one in live if one is not None and one[0] >= recompute and one[1] < end
         }
         return UnitBackward(
             delta_bytes=self._delta_bytes[begin:end],

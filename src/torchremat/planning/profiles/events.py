@@ -8,7 +8,18 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace, TraceMark
+
+
+def pairs_of(trace: AllocationTrace) -> NDArray[np.int64]:
+    """Return the events that allocated and freed each memory, as rows; what stays is freed after the last event."""
+    order = np.argsort(trace.ptr, kind="stable")
+    pointers, grows = trace.ptr[order], trace.delta_bytes[order] > 0
+    is_last, is_freed = np.ones_like(grows), np.zeros_like(grows)
+    is_last[:-1] = pointers[1:] != pointers[:-1]
+    is_freed[:-1] = ~is_last[:-1] & ~grows[1:]
+    freed = np.where(is_freed, np.roll(order, -1), len(order) + 1)
+    return np.stack([order, freed], 1)[grows & (is_freed | is_last)]
 
 
 def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> AllocationTrace:
@@ -19,11 +30,9 @@ def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> Al
     of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
     for begin, end in copying:
         of_copies[trace.marks[begin].position : trace.marks[end].position] = True
+    pairs = pairs_of(trace)
     delta = trace.delta_bytes.copy()
-    for intervals in trace.intervals.values():
-        for allocated, freed in intervals:
-            if of_copies[allocated] and of_copies[freed]:
-                delta[[allocated, freed]] = 0
+    delta[pairs[of_copies[pairs].all(1)]] = 0
     return replace(trace, delta_bytes=delta)
 
 
@@ -34,34 +43,33 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
     """
     if not hidden:
         return trace
-    begins, ends = (np.array(one) for one in zip(*hidden, strict=True))
+    begins, ends = np.array(hidden).T
     positions = np.array([mark.position for mark in trace.marks])
     events = np.arange(len(trace.ptr))
     within = np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
-    goes = within & (trace.delta_bytes > 0)
-    for intervals in trace.intervals.values():
-        for allocated, freed in intervals:
-            if goes[allocated] and freed < len(goes):
-                goes[freed] = True
+    pairs = pairs_of(trace)
+    goes = np.append(within & (trace.delta_bytes > 0), [False, False])
+    goes[pairs[goes[pairs[:, 0]], 1]] = True
+    goes = goes[: len(events)]
     before = np.concatenate([[0], np.cumsum(~goes)])
-    timed = without_seconds(trace, hidden)
-    return replace(
-        timed,
-        time_ns=timed.time_ns[~goes],
-        ptr=trace.ptr[~goes],
-        delta_bytes=trace.delta_bytes[~goes],
-        marks=tuple(
-            replace(mark, position=position)
-            for mark, position in zip(timed.marks, before[positions].tolist(), strict=True)
-        ),
-    )
+    return _moved(trace, hidden, before[positions], ~goes)
 
 
 def without_seconds(trace: AllocationTrace, stretches: Sequence[tuple[int, int]]) -> AllocationTrace:
     """Return the trace as if some stretches, given by the marks at their ends, apart and in order, took no time."""
     if not stretches:
         return trace
-    begins, ends = (np.array(one) for one in zip(*stretches, strict=True))
+    return _moved(trace, stretches, np.array([mark.position for mark in trace.marks]), slice(None))
+
+
+def _moved(
+    trace: AllocationTrace,
+    stretches: Sequence[tuple[int, int]],
+    positions: NDArray[np.int64],
+    stay: NDArray[np.bool_] | slice,
+) -> AllocationTrace:
+    """Return the trace without the seconds of some stretches, with the events that stay, and marks at `positions`."""
+    begins, ends = np.array(stretches).T
     times = np.array([mark.time_ns for mark in trace.marks])
     passed_ns = np.concatenate([[0], np.cumsum(times[ends] - times[begins])])
 
@@ -71,9 +79,11 @@ def without_seconds(trace: AllocationTrace, stretches: Sequence[tuple[int, int]]
         over = np.where(count > 0, np.maximum(times[ends][last] - moments, 0), 0)
         return moments - passed_ns[count] + over
 
-    marks = zip(trace.marks, shown_ns(times).tolist(), strict=True)
+    places = zip(trace.marks, shown_ns(times).tolist(), positions.tolist(), strict=True)
     return replace(
         trace,
-        time_ns=shown_ns(trace.time_ns),
-        marks=tuple(replace(mark, time_ns=time_ns) for mark, time_ns in marks),
+        time_ns=shown_ns(trace.time_ns)[stay],
+        ptr=trace.ptr[stay],
+        delta_bytes=trace.delta_bytes[stay],
+        marks=tuple([TraceMark(one.id, one.label, time_ns, at) for one, time_ns, at in places]),
     )

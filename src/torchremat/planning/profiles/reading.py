@@ -163,7 +163,6 @@ class _Reader:
         self.tree = tree
         self.watcher = watcher
         self.begins, self.forward, self.ends = marks
-        self.freed_at = trace.intervals
         self.trace = without_copies(trace, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
         self.live = self.trace.live
@@ -171,7 +170,7 @@ class _Reader:
         for own in watcher.watched:
             if own.released >= 0:
                 self.position[own.released] = self.freed_after(own.released)
-        self.reader = Backwards(self.trace, self.freed_at, self.position)
+        self.reader = Backwards(trace, self.trace.delta_bytes, self.position)
         self.live_with_copies = trace.live
         log = units.trace.operators
         self.cast_values = casts_of_leaves(log)
@@ -331,13 +330,9 @@ class _Reader:
 
     def interval(self, save: UnitSave) -> tuple[int | None, int]:
         """The events that allocated and freed a saved storage; None if it existed before its unit began."""
-        position = self.position[save.mark]
         begin = self.position[self.watcher.watched[save.unit].begins]
-        candidates = self.freed_at.get(save.pointer, [])
-        for allocated, freed in candidates:
-            if begin <= allocated < position <= freed:
-                return allocated, freed
-        return None, 0
+        found = self.reader.interval(save.pointer, self.position[save.mark])
+        return (None, 0) if found is None or found[0] < begin else found
 
     def backward_seconds(self, unit: int) -> float:
         key = (ProgramPoint.RELEASED, unit)

@@ -5,11 +5,11 @@ The observer only takes notes; `profiling` reads the numbers out of the allocato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.dynamo import outside_graphs
@@ -116,12 +116,13 @@ class Watcher(UnitObserver):
         units: Units,
         mark: Callable[[str], int],
         pointer_of: Callable[[UntypedStorage], int],
-        fixed: Iterable[Tensor],
+        fixed: Sequence[Tensor],
         *,
         compares: bool = False,
     ) -> None:
         super().__init__(units)
-        self.comparison = Comparison(mark) if compares else None
+        parameters = (one for one in fixed if isinstance(one, nn.Parameter))
+        self.comparison = Comparison(mark, parameters) if compares else None
         self.mark = mark
         self.pointer_of = pointer_of
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
