@@ -88,14 +88,14 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionBytes:
-    """Bytes and time of one unit as a separate region that holds the outputs of some operators.
+    """Bytes and time of one unit as a separate region that holds the outputs of some operators, or recomputes in parts.
 
     Attributes:
         kept: Boundary storages that it holds from its forward on, in addition to its inputs.
         kept_bytes: Bytes of other storages that it holds until its recompute.
         forward_peak_bytes: Peak of its forward, over the live bytes when it begins.
-        early_peak_bytes: Peak of its backward until the recompute, likewise, with its held tensors live.
-        recompute_peak_bytes: Peak of its recompute, over the live bytes when its backward begins.
+        early_peak_bytes: Peak of its backward until the last recompute, likewise, with its held tensors live.
+        recompute_peak_bytes: Peak of its last recompute, over the live bytes when its backward begins.
         ahead_peak_bytes: Peak of its recompute if it runs before its backward, over the live bytes then.
         late_peak_bytes: Peak of its backward from then on, over the bytes that would be live at its beginning with all
             its saved tensors.
@@ -106,6 +106,7 @@ class OptionBytes:
         flops: Flops of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
+        cuts: The saves that begin a part of the recompute, without the first save; see `Settings.cuts`.
     """
 
     kept: frozenset[int]
@@ -122,6 +123,12 @@ class OptionBytes:
     flops: int
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def nests(self) -> bool:
+        """Whether a region may contain it: then the unit holds nothing but its inputs."""
+        return not self.ordinals
 
     def slower(self, factor: float) -> OptionBytes:
         """Return the same with `factor` times the seconds of the operators that it recomputes."""
