@@ -1,8 +1,8 @@
 """Trees in which units are recomputed in parts, where nothing else fits a limit.
 
-A part costs another forward, so no tree has more of them than its limit asks for. The trees are those of a solver, with
-the structure for a higher limit: at each program point above the limit the unit there is recomputed in more parts,
-until none is above it.
+The trees are those of a solver that knows a unit in parts as one of its options, and the uniform ones. A part costs
+another forward, so these have no more of them than their limit asks for: at each program point above the limit the unit
+there is recomputed in more parts, until none is above it.
 
 Missing on purpose: steps with several roots, and modules sharded by FSDP2, whose calls must be treated alike.
 """
@@ -67,22 +67,10 @@ class Dividing:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
         if not self._is_possible or not self._numbers:
             return None
-        found = [*self._persistent(limit_bytes), *self._uniform(limit_bytes)]
-        best = min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+        found = [*self._solver.persistent(limit_bytes), *self._uniform(limit_bytes)]
+        fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
+        best = min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
         return None if best is None else self._solver.polished(best, limit_bytes)
-
-    def _persistent(self, limit_bytes: int) -> Iterator[Candidate]:
-        """Yield divided trees of the chain, closing in on the cheapest one that can be divided until it fits."""
-        table = self._base.table_within(limit_bytes).schedules
-        fits, above = -1, len(table.levels)
-        while above - fits > 1 and not self._search_budget.is_over:
-            asked = (fits + above) // 2
-            one = self._divided(self._base.scheduled(table, int(table.levels[asked])).tree, limit_bytes)
-            if one is None:
-                above = asked
-            else:
-                yield one
-                fits = asked
 
     def _uniform(self, limit_bytes: int) -> Iterator[Candidate]:
         for one in self._search_budget.parts(self._base.uniform):
@@ -95,12 +83,11 @@ class Dividing:
         """The tree with the lowest predicted peak that was found, if there is any with parts."""
         if not self._is_possible or not self._numbers:
             return None
-        trees = [one.tree for one in sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]]
+        uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
         finest = {unit: numbers[-1] + 1 for unit, numbers in self._numbers.items()}
-        whole = [self._solver.judged(_with_parts(tree, finest)) for tree in (self._base.floor.tree, *trees)]
-        lowest = min(whole, key=lambda one: (one.prediction.peak_bytes, one.cost))
-        fitting = (self._divided(tree, lowest.prediction.peak_bytes) for tree in (self._base.floor.tree, *trees))
-        return min((one for one in fitting if one is not None), key=lambda one: one.cost, default=lowest)
+        trees = [self._base.floor.tree, *(one.tree for one in uniform)]
+        found = [self._solver.floor, *(self._solver.judged(_with_parts(tree, finest)) for tree in trees)]
+        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
     def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
