@@ -86,20 +86,20 @@ class Dividing:
         uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
         finest = {unit: numbers[-1] + 1 for unit, numbers in self._numbers.items()}
         trees = [self._base.floor.tree, *(one.tree for one in uniform)]
-        found = [self._solver.floor, *(self._solver.judged(_with_parts(tree, finest)) for tree in trees)]
+        found = [self._solver.floor, *(self._solver.judged(with_parts(tree, finest)) for tree in trees)]
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
     def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
         numbers: dict[int, int] = {}
         tree = bounded(tree)
-        while above := self._above(_with_parts(tree, numbers), limit_bytes):
+        while above := self._above(with_parts(tree, numbers), limit_bytes):
             more = [unit for unit in above if unit in self._numbers and numbers.get(unit) != self._numbers[unit][-1] + 1]
             if not more:
                 return None
             for unit in more:
                 numbers[unit] = numbers.get(unit, self._numbers[unit].start) + 1
-        return None if above is None else self._solver.judged(_with_parts(tree, numbers))
+        return None if above is None else self._solver.judged(with_parts(tree, numbers))
 
     def _above(self, tree: Tree, limit_bytes: int) -> set[int] | None:
         """Return the units at the program points above a limit; None if no part of a recompute lowers one of these."""
@@ -112,8 +112,8 @@ class Dividing:
         return found
 
 
-def _with_parts(tree: Tree, numbers: Mapping[int, int]) -> Tree:
-    """Return the tree in which some units are recomputed by these options."""
+def with_parts(tree: Tree, numbers: Mapping[int, int]) -> Tree:
+    """Return the tree in which some units are recomputed by these options, by unit."""
 
     def parted(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
         if isinstance(node, KeepNode):

@@ -270,7 +270,10 @@ class MemorySimulator:
                 held = self.external(node, unit) if self.graphs.waits(node) else []
                 held = [anew.get(storage, storage) for storage in held]
                 self.hold_for(node, unit, held)
+            alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
             if unit == last and not runs_last:
+                if size.state_bytes:  # it stops when the current state has been set aside
+                    yield Live(key, self.live.total(alive), size.state_bytes, f"recompute of {own.name}", unit)
                 break
             inner = self.around[unit][self.depth[id(region)] :]
             if inner:
@@ -279,7 +282,6 @@ class MemorySimulator:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             # The current states are set aside meanwhile, and restored.
             peak += size.state_bytes + size.recast_bytes
-            alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
             yield Live(key, self.live.total(alive), peak, f"recompute of {own.name}", unit)
             yield RanForward(unit, truncated=unit == last and isinstance(node, KeepNode))
             if self.is_ahead:
