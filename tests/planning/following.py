@@ -183,9 +183,10 @@ class Told(MemorySimulator):
             yield state
 
     def comes_to(self, state):
-        if isinstance(state, Live) and state.key[0] is ProgramPoint.BACKWARD and self.around[state.key[1]]:
-            if state.key[1] not in self.begun:
-                self.events.append(f"backward {state.key[1]}")
+        if not isinstance(state, Live) or state.key[0] is not ProgramPoint.BACKWARD:
+            return
+        if self.around[state.key[1]] and state.key[1] not in self.begun:
+            self.events.append(f"backward {state.key[1]}")
 
     def drop(self, unit, *, again):
         if again:

@@ -85,7 +85,7 @@ def _check_tree(plan: PlanData, source: str) -> None:
     uncut = [one.cuts for one in plan.held if one.cuts != tuple(sorted({*one.cuts} - {0}))]
     if uncut:
         raise PlanError(f"{source}: `cuts` are no rising numbers above 0: {uncut[0]}.")
-    missing = [one.held for one in plan.held if max(one.held, default=0) >= len(one.operators)]
+    missing = [one.held for one in plan.held if max(one.held, default=-1) >= len(one.operators)]
     if missing:
         raise PlanError(f"{source}: `held` has numbers of operators that do not exist: {missing[0]}.")
     last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)

@@ -154,6 +154,7 @@ class _Cuts:
             ordinals=(),
             operators=(),
             cuts=cuts,
+            late_from=firsts[-1],
         )
 
     def _need(self, part: range) -> _PartNeed:

@@ -93,12 +93,13 @@ class Dividing:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
         numbers: dict[int, int] = {}
         tree = bounded(tree)
+        known = self._numbers
         while above := self._above(with_parts(tree, numbers), limit_bytes):
-            more = [unit for unit in above if unit in self._numbers and numbers.get(unit) != self._numbers[unit][-1] + 1]
+            more = [unit for unit in above if unit in known and numbers.get(unit) != known[unit][-1] + 1]
             if not more:
                 return None
             for unit in more:
-                numbers[unit] = numbers.get(unit, self._numbers[unit].start) + 1
+                numbers[unit] = numbers.get(unit, known[unit].start) + 1
         return None if above is None else self._solver.judged(with_parts(tree, numbers))
 
     def _above(self, tree: Tree, limit_bytes: int) -> set[int] | None:

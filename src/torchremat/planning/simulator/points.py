@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
@@ -107,6 +107,7 @@ class OptionBytes:
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
         cuts: The saves that begin a part of the recompute, without the first save; see `Settings.cuts`.
+        late_from: With cuts, the event of its backward that comes after the last recompute.
     """
 
     kept: frozenset[int]
@@ -124,6 +125,7 @@ class OptionBytes:
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]
     cuts: tuple[int, ...] = ()
+    late_from: int = 0
 
     @property
     def nests(self) -> bool:
@@ -141,7 +143,9 @@ class Live:
 
     `over_bytes` is None where the profile must supply the peak. That peak is for a recomputed unit; for a kept unit,
     `stays` are the storages that remain because others hold them, and `lets_go` the bytes that stores free meanwhile,
-    by the number of the tensor among all saved tensors of the unit.
+    by the number of the tensor among all saved tensors of the unit. For a unit that a region of several recomputes,
+    `inputs` are the bytes of those that nothing else holds, by storage; and for one in parts, `since` is the event of
+    its backward that comes after its last recompute.
     """
 
     key: Key
@@ -152,6 +156,8 @@ class Live:
     moves: bool = False  # only copies into a store or back run, with `over_bytes` as their peak
     stays: frozenset[int] | None = None
     lets_go: Releases = ()
+    inputs: Mapping[int, int] = field(default_factory=dict[int, int])
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)

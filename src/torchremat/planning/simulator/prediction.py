@@ -108,10 +108,12 @@ def over_bytes(profile: Profile, state: Live) -> int:
     if state.over_bytes is not None:
         return state.over_bytes
     after_bytes = profile.after_bytes[state.key]
-    if state.stays is None:
-        return after_bytes
     unit = state.key[1]
     backward = profile.backwards.get(unit)
+    if state.stays is None:
+        if backward is None or not (state.inputs or state.since):
+            return after_bytes
+        return backward.without_inputs(state.inputs, state.since)
     if backward is None:
         staying = sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
         return after_bytes + staying + profile.sizes[unit].copied_bytes

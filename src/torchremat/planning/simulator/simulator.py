@@ -217,15 +217,26 @@ class MemorySimulator:
             yield from self.offloaded.came(unit)
             option = self.chosen.get(unit)
             # Before its backward or in the middle of it, see `OptionBytes`.
-            over = None if option is None or unit in self.available else option.late_peak_bytes
+            is_late = option is not None and unit not in self.available
+            over = option.late_peak_bytes if option is not None and is_late and not option.cuts else None
+            since = option.late_from if option is not None and is_late else 0
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
                     yield from self.recompute(region, unit)
             what, stays = f"backward of {self.units.units[unit].name}", None
             if not chain:
                 stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.live.held[storage] > 1)
-            lets_go = self.offloaded.lets_go(unit)
-            yield Live((ProgramPoint.BACKWARD, unit), self.live.total(), over, what, stays=stays, lets_go=lets_go)
+            lets_go, inputs = self.offloaded.lets_go(unit), self.inputs_alone(unit) if chain else {}
+            yield Live(
+                (ProgramPoint.BACKWARD, unit),
+                self.live.total(),
+                over,
+                what,
+                stays=stays,
+                lets_go=lets_go,
+                inputs=inputs,
+                since=since,
+            )
             self.drop(unit, again=bool(chain))
             self.offloaded.dropped(unit)
             waiting.discard(unit)
@@ -235,6 +246,12 @@ class MemorySimulator:
             yield Live(
                 (ProgramPoint.RELEASED, unit), self.live.total(), None, f"backward before {self.units.units[unit].name}"
             )
+
+    def inputs_alone(self, unit: int) -> dict[int, int]:
+        """Return the bytes of the inputs that nothing but the saved tensors of a recomputed unit holds, by storage."""
+        live, anew = self.live, self.anew.get(unit, {})
+        inputs = self.sizes[unit].saved.intersection(self.units.units[unit].inputs)
+        return {one: live.bytes[one] for one in inputs if live.held[anew.get(one, one)] == 1}
 
     def leave_inter_call(self, storage: int) -> None:
         """Release a storage that code between the units has saved."""
