@@ -117,6 +117,7 @@ class Told(MemorySimulator):
         super().__init__(*args)
         self.events = []
         self.holding = {}
+        self.begun = set()  # units whose backward began before their last part was recomputed
         self.again = set()  # units of which all that was saved has been recomputed
         # By nested region and storage that it would have let go of by now, the units inside that have saved it as well.
         self.staying = {}
@@ -172,11 +173,19 @@ class Told(MemorySimulator):
         self.events.append(f"recompute {self.name(region)}")
         for state in super().recompute(region, until):
             if isinstance(state, RanForward):
+                is_part = state.option and self.chosen[state.unit].cuts and not self.is_ahead
+                if is_part and state.unit in self.begun:
+                    self.events.append(f"recompute {self.name(region)}")
                 self.events.append(f"run {state.unit}" + ", cut" * state.truncated)
+                if is_part and state.unit not in self.begun:
+                    self.begun.add(state.unit)
+                    self.events.append(f"backward {state.unit}")
             yield state
 
     def comes_to(self, state):
-        if isinstance(state, Live) and state.key[0] is ProgramPoint.BACKWARD and self.around[state.key[1]]:
+        if not isinstance(state, Live) or state.key[0] is not ProgramPoint.BACKWARD:
+            return
+        if self.around[state.key[1]] and state.key[1] not in self.begun:
             self.events.append(f"backward {state.key[1]}")
 
     def drop(self, unit, *, again):

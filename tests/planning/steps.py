@@ -1,7 +1,7 @@
 """What the tests of planning share: random trees, steps under a tree, and a fingerprint of all that is the user's."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import numpy as np
@@ -17,13 +17,17 @@ from probes.planning import (
     Speed,
     StoredUnit,
     calls_of,
+    cut_options,
     divisible,
     fitted,
     held_of,
     installed,
+    kept,
     mixed,
     profile_subject,
     store_sizes,
+    unit_operators,
+    with_parts,
 )
 from probes.regions import Settings
 
@@ -56,6 +60,19 @@ def random_tree(units, rng, *, depth=3):
         return result
 
     return fitted(units, tuple(nodes(0, len(units.units) - 1, depth)))
+
+
+def with_cuts(own):
+    """The profile in which units may be recomputed in parts."""
+    cuts = tuple(cut_options(one) for one in unit_operators(own, "flops"))
+    return replace(own, options=cuts or ((),) * len(own.sizes))
+
+
+def in_parts(own, tree, rng):
+    """The tree with some of the units that it recomputes in parts."""
+    inside = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))]
+    counts = {unit: len(own.options[unit]) for unit in inside if own.options[unit] and rng.random() < 0.7}
+    return fitted(own.units, with_parts(tree, {unit: rng.randint(1, count) for unit, count in counts.items()}))
 
 
 def random_loads(profile, store_profile, tree, rng):

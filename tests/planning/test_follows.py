@@ -1,6 +1,7 @@
 """The executor does, event by event, what the simulator says, on random trees over models of every kind."""
 
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from planning.following import executed, first_difference, simulated
 from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, square
-from planning.steps import mixtures, profile, random_loads, random_tree, text, with_declared_speed
+from planning.steps import in_parts, mixtures, profile, random_loads, random_tree, text, with_cuts, with_declared_speed
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
 from stages.test_parts import GRAD, STAGES, forward
@@ -118,6 +119,22 @@ def test_operators_that_are_held_are_what_the_simulator_says(name):
         ours = executed(lambda: run_backward(step(model)), model, own, tree)
 
         assert not (found := first_difference(ours, simulated(own, tree))), f"{tree}\n{found}"
+
+
+@pytest.mark.parametrize("name", ["attention", "encoder layers", "loop", "transformer"])
+def test_recomputes_in_parts_are_what_the_simulator_says(name):
+    model, step = KINDS[name]()
+    pair, rng, runs = profile(model, step), random.Random(name), []
+
+    for own in map(with_cuts, [pair.blocks, *([pair.leaves] if pair.leaves else [])] * 3):
+        tree = in_parts(own, random_tree(own.units, rng), rng)
+
+        ours = executed(lambda: run_backward(step(model)), model, own, tree)
+
+        assert not (found := first_difference(ours, simulated(own, tree))), f"{tree}\n{found}"
+        runs += [Counter(event for event in ours if event.endswith(", cut")).most_common(1)]
+
+    assert any(most and most[0][1] > 1 for most in runs)
 
 
 @pytest.mark.parametrize("name", ["loop", "sequential in place", "attention", "transformer"])

@@ -45,14 +45,20 @@ IN_STORES = ("60%", "40%", "min")
 
 
 def chosen(plan):
-    """What becomes of the units, a line for each node at the top: `(...)` is a region, `[...]` are operators held."""
-    held = {unit: one.held for one in plan.held for unit in one.units}
+    """What becomes of the units, a line for each node at the top.
+
+    `(...)` is a region, `[...]` are operators held, and `/21` is a recompute in two parts, cut at the save 21.
+    """
+    held = {unit: one for one in plan.held for unit in one.units}
 
     def text(node):
         if not isinstance(node, KeepNode):
             return f"({', '.join(map(text, node.children))})"
-        operators = f" {list(held[node.stage])}" if node.option else ""
-        return plan.units[node.stage].name + operators
+        if not node.option:
+            return plan.units[node.stage].name
+        one = held[node.stage]
+        operators = f" {list(one.held)}" if one.held else ""
+        return plan.units[node.stage].name + "".join(f"/{cut}" for cut in one.cuts) + operators
 
     return [text(node) for node in plan.tree]
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import mixtures
 import models
 import zoo
 from planning.kinds import KINDS
-from planning.steps import CPU, differences, outcome, profile, under
+from planning.steps import CPU, differences, in_parts, outcome, profile, random_tree, under, with_cuts
 from planning.test_options import in_place
 from probes.memory import record_allocations, run_backward, subject_of
 from probes.planning import (
@@ -31,6 +32,7 @@ from probes.planning import (
     flow_of,
     held_of,
     installed,
+    kept,
     mixed,
     options_of,
     options_with,
@@ -41,16 +43,25 @@ from probes.regions import Observer, Settings
 
 @dataclass
 class Recomputes(Observer):
-    """An observer that marks where recomputes begin and end."""
+    """An observer that marks where recomputes begin and end.
+
+    What a recompute recomputes around it is in the same piece, and a backward until the last part of a unit is one.
+    """
 
     mark: object
     marks: list[int] = field(default_factory=list)
+    begun: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)  # by region, how many there were
+    running: list[bool] = field(default_factory=list)  # whether each of them is marked
 
     def recomputing(self, region):
-        self.marks.append(self.mark("recomputing"))
+        self.begun[region] = self.begun.get(region, -1) + 1
+        self.running.append(not any(self.running) and self.begun[region] >= len(region.settings.cuts))
+        if self.running[-1]:
+            self.marks.append(self.mark("recomputing"))
 
     def recomputed(self, region):
-        self.marks.append(self.mark("recomputed"))
+        if self.running.pop():
+            self.marks.append(self.mark("recomputed"))
 
 
 def measured_pieces(model, step, own, tree):
@@ -186,6 +197,10 @@ MODELS = {
 }
 
 
+# No memory of theirs is saved on one side of a cut alone.
+NOT_IN_PARTS = {"resnet", "in place"}
+
+
 def random_options(own, rng):
     """A tree in which units with options have one of them, and others are kept or recomputed."""
     picks = [rng.randint(0, len(options)) for options in own.options]
@@ -214,5 +229,27 @@ def test_each_piece_of_a_step_is_predicted(name):
         with under(model, own, tree):
             assert differences(outcome(model, step), plain) == []
 
+    assert [pair for pair in pieces if not pair[0] <= pair[1] <= 1.01 * pair[0]] == []
+    assert sum(measured == predicted for measured, predicted in pieces) >= 0.8 * len(pieces)
+
+
+# Nested regions around blocks with experts are 16 bytes above their prediction, in parts or not.
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"experts"}))
+def test_each_piece_of_a_step_with_recomputes_in_parts_is_predicted(name):
+    model, step = MODELS[name]()
+    pair = profile(model, step)
+    profiles = [pair.blocks] if pair.leaves is None else [pair.blocks, pair.leaves]
+    rng, plain = random.Random(0), outcome(model, step)
+
+    pieces, several = [], 0
+    for own in profiles * 3:
+        own = with_cuts(own)
+        tree = in_parts(own, random_tree(own.units, rng), rng)
+        several += sum(bool(keep.option) for keep in kept(tree))
+        pieces += zip(measured_pieces(model, step, own, tree), predicted_pieces(own, tree), strict=True)
+        with under(model, own, tree):
+            assert differences(outcome(model, step), plain) == []
+
+    assert several or name in NOT_IN_PARTS
     assert [pair for pair in pieces if not pair[0] <= pair[1] <= 1.01 * pair[0]] == []
     assert sum(measured == predicted for measured, predicted in pieces) >= 0.8 * len(pieces)

@@ -32,6 +32,8 @@ from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
 from torchremat.planning.roots import fitted
 from torchremat.planning.searches import options
+from torchremat.planning.searches.cuts import cut_options
+from torchremat.planning.searches.dividing import with_parts
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.granularity import divisible, mixed
 from torchremat.planning.searches.loops import FoundLoop, loops_in
@@ -40,6 +42,7 @@ from torchremat.planning.searches.options import options_of, options_with
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
+from torchremat.planning.searches.unit_operators import unit_operators
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover

@@ -68,8 +68,7 @@ class GradientRelease:
         self._most_norm: tuple[float, Tensor] | None = None
         self._tombstones: dict[int, ReleasedGradient] = {}
         self._hooks: dict[int, RemovableHandle] = {}
-        self._hook = ReleasingHook(self, frees_gradient=not accumulates)
-        self._staying_hook = ReleasingHook(self, frees_gradient=False)
+        self._hook, self._waiting_hook = ReleasingHook(self), ReleasingHook(self, may_wait=True)
         most_bytes = share_of(parameters_of([optimizer])) if batch_bytes is None else batch_bytes
         self._waiting = WaitingGradients(most_bytes, WeakMethod(self._step))
         self._waits = batch_bytes is not None  # also if state is in a store
@@ -80,9 +79,9 @@ class GradientRelease:
         # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
         trained = [one for one in parameters_of([optimizer]) if one.requires_grad]
         new = [one for one in trained if id(one) not in self._hooks]
-        staying = counted(trained, self._waiting.most_bytes) if new else ()
+        waiting = counted(trained, self._waiting.most_bytes) if new else ()
         for one in new:
-            hook = self._staying_hook if id(one) in staying else self._hook
+            hook = self._waiting_hook if id(one) in waiting else self._hook
             self._hooks[id(one)] = one.register_post_accumulate_grad_hook(hook)
 
     def last_microbatch(self) -> None:
@@ -190,8 +189,16 @@ class GradientRelease:
                 nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
             if self._clip_value is not None:
                 nn.utils.clip_grad_value_([parameter], self._clip_value)
+        self._waiting.add(parameter, waits=self._lets_wait(steps))
+
+    def frees_gradients(self, *, may_wait: bool) -> bool:
+        """Return whether no gradient remains from one backward to the next of parameters that may wait, or may not."""
+        steps = self._owner()
+        return not self._accumulates and not (may_wait and steps is not None and self._lets_wait(steps))
+
+    def _lets_wait(self, steps: PartialSteps) -> bool:
         # State that comes in ahead of its part should come late, and so in small parts: see `moving`.
-        self._waiting.add(parameter, waits=self._waits or steps.mover is None)
+        return self._waits or steps.mover is None
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
         steps = self._owner()
@@ -260,15 +267,22 @@ class GradientRelease:
 class ReleasingHook:
     """A hook of parameters, which runs when autograd has added a gradient. It does not own the release.
 
-    Attributes:
-        frees_gradient: Whether no gradient remains from one backward to the next.
+    Args:
+        release: The release.
+        may_wait: Whether the gradients are among those that a plan counts because they may wait.
     """
 
-    __slots__ = ("_release", "frees_gradient")
+    __slots__ = ("_may_wait", "_release")
 
-    def __init__(self, release: GradientRelease, *, frees_gradient: bool) -> None:
+    def __init__(self, release: GradientRelease, *, may_wait: bool = False) -> None:
         self._release = ref(release)
-        self.frees_gradient = frees_gradient
+        self._may_wait = may_wait
+
+    @property
+    def frees_gradient(self) -> bool:
+        """Whether no gradient remains from one backward to the next."""
+        own = self._release()
+        return own is not None and own.frees_gradients(may_wait=self._may_wait)
 
     @outside_graphs
     def __call__(self, parameter: Tensor) -> None:

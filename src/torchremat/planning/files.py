@@ -74,14 +74,18 @@ def _check_tree(plan: PlanData, source: str) -> None:
         )
     parts = sorted(unit for one in plan.held for unit in one.units)
     chosen = [keep.stage for keep in kept(tree) if keep.option]
-    nested = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
+    inside = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
+    nested = [unit for unit in inside if any(one.held and unit in one.units for one in plan.held)]
     if nested:
         raise PlanError(
             f"{source}: the tree keeps the units {nested} in part inside of regions, which is not possible."
         )
     if parts != chosen:
         raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
-    missing = [one.held for one in plan.held if max(one.held, default=0) >= len(one.operators)]
+    uncut = [one.cuts for one in plan.held if one.cuts != tuple(sorted({*one.cuts} - {0}))]
+    if uncut:
+        raise PlanError(f"{source}: `cuts` are no rising numbers above 0: {uncut[0]}.")
+    missing = [one.held for one in plan.held if max(one.held, default=-1) >= len(one.operators)]
     if missing:
         raise PlanError(f"{source}: `held` has numbers of operators that do not exist: {missing[0]}.")
     last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)

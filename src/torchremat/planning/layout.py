@@ -112,22 +112,24 @@ def unmet_modules(model: nn.Module, calls: Calls) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOperators:
-    """The operators whose outputs units kept in part hold. The rest of these units is recomputed.
+    """The operators whose outputs units kept in part hold. The rest of these units is recomputed, maybe in parts.
 
     Attributes:
         units: The units, by number.
         operators: The torch names of all operators that each of them runs, without casts and views.
         held: The numbers of the operators whose outputs are held.
+        cuts: The saves that begin a part of the recompute; see `Settings.cuts`.
     """
 
     units: tuple[int, ...]
     operators: tuple[str, ...]
     held: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
 
     @property
-    def policy(self) -> Policy:
-        """The policy that holds these outputs."""
-        return save_ordinals(self.operators, frozenset(self.held))
+    def policy(self) -> Policy | None:
+        """The policy that holds these outputs, if there are any."""
+        return save_ordinals(self.operators, frozenset(self.held)) if self.held else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ def choices_of(
     A kept call has no entry, unless a module that has one is called inside it and would be counted.
     """
     choices: dict[tuple[str, int], CallDecision] = {}
-    own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}
+    own = {unit: replace(settings, policy=one.policy, cuts=one.cuts) for one in held for unit in one.units}
     kept = list(_choose(calls.units, tree, (), choices, own))
     for unit in stops:
         last = len(calls.units[unit]) - 1
@@ -191,13 +193,13 @@ def _choose(
             ends = [units[node.first][0].name, units[node.last][-1].name]
             place = RegionPlace(count, " .. ".join(dict.fromkeys(ends)), node.first, node.last)
             yield from _choose(units, node.children, (*places, place), choices, own)
-        elif places:
-            choices.update(((call.name, call.number), CallDecision(places)) for call in units[node.stage])
         elif node.option:
             calls = units[node.stage]
             name = " .. ".join(dict.fromkeys([calls[0].name, calls[-1].name]))
             place = RegionPlace(len(calls), name, node.stage, node.stage, own[node.stage])
-            choices.update(((call.name, call.number), CallDecision((place,))) for call in calls)
+            choices.update(((call.name, call.number), CallDecision((*places, place))) for call in calls)
+        elif places:
+            choices.update(((call.name, call.number), CallDecision(places)) for call in units[node.stage])
         else:
             yield node.stage
 

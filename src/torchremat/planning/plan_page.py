@@ -72,7 +72,7 @@ def _said(plan: PlanData) -> dict[str, tuple[str, ...]]:
     said: dict[str, tuple[str, ...]] = {}
     for place, unit in enumerate(plan.units):
         lines = [unit.kind]
-        if place in held:
+        if place in held and held[place].held:
             names = [held[place].operators[number] for number in held[place].held]
             lines.append(f"keeps {', '.join(dict.fromkeys(names))}")
         said.setdefault(unit.name, (*lines, *([unit.line] if unit.line else [])))
@@ -141,7 +141,11 @@ def _recomputed(plan: PlanData) -> Iterator[tuple[list[str], tuple[str, ...]]]:
             )
         elif node.stage in held:
             one = held[node.stage]
-            yield names, (f"a region that keeps {len(one.held)} of {len(one.operators)} operators",)
+            parts = f"is recomputed in {len(one.cuts) + 1} parts"
+            yield (
+                names,
+                (f"a region that {parts if one.cuts else f'keeps {len(one.held)} of {len(one.operators)} operators'}",),
+            )
 
 
 def _together(times: Sequence[tuple[float, float, str]]) -> Iterator[list[tuple[float, float, str]]]:

@@ -96,7 +96,10 @@ def unit_words(plan: PlanData) -> list[str]:
     for one in plan.stored:
         words[one.unit] = f"store {one.store}"
     for unit, one in plan.held_by_unit.items():
-        words[unit] += f" {len(one.held)} of {len(one.operators)} operators"
+        if one.cuts:
+            words[unit] = f"{'─ recompute' if words[unit] == 'keep' else words[unit]} in {len(one.cuts) + 1} parts"
+        else:
+            words[unit] += f" {len(one.held)} of {len(one.operators)} operators"
     return words
 
 

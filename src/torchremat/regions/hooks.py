@@ -94,14 +94,15 @@ class Waiting:
     """The owners for which a region has been recomputed, and which of them ask for a tensor again.
 
     Attributes:
-        owners: The backwards and sessions.
+        owners: The backwards and sessions, with the first save that is recomputed for each: see
+            NOTE [ A recompute in parts ].
         stays_for: The backward whose recomputed tensors stay: see `let_go`.
     """
 
     __slots__ = ("_asked", "owners", "stays_for")
 
     def __init__(self) -> None:
-        self.owners: set[Key] = set()
+        self.owners: dict[Key, int] = {}
         self.stays_for: int | None = None
         # By slot, the backward calls of a session that have asked for it.
         self._asked: dict[int, set[int]] | None = None
@@ -116,7 +117,8 @@ class Waiting:
         if session is not None and not self._is_last_pass(session, task, slot.index):
             return True
         if thread.now.recomputing:
-            return False  # the input of a nested region, asked for once by each recompute of it
+            # The input of a nested region, asked for once by each recompute of it.
+            return thread.now.is_partial
         # If the graph is not retained, the slot dies with the node. Otherwise a node written in Python may ask again
         # until it has run; torch's own nodes do not.
         return not retains_graph() or pin(slot, task if session is None else session)
@@ -150,7 +152,7 @@ class Waiting:
 
     def forget(self, key: Key, slots: Slots) -> None:
         """Drop the recomputed tensors of an owner."""
-        self.owners.discard(key)
+        self.owners.pop(key, None)
         if key == self.stays_for:
             return
         for one in slots:

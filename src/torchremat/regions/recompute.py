@@ -95,7 +95,7 @@ class RegionRecompute:
         if had_grad and not thread.now.recomputing and in_compiled_backward():
             raise UnsupportedError(DIFFERENTIATED)  # a graph that dynamo has given up, and runs as it is
         # See Rule 3; active hooks are covered by those of the recompute
-        had = thread.begin(Now(thread.now.recomputing + 1))
+        had = thread.begin(Now(thread.now.recomputing + 1, is_partial=refill.only is None and refill.filled.start > 0))
         set_grad_mode(True)
         try:
             for number, call in enumerate(calls):
@@ -140,7 +140,7 @@ class RegionRecompute:
         if call.selection is not None and self.checks:
             # The recompute of an input pass serves the weight passes after it. See NOTE [ Selective recompute ], 5
             is_last = refill.task is not None or (isinstance(refill.key, Session) and refill.key.recomputes_once)
-            takes = is_last and refill.only is None and not call.is_running
+            takes = is_last and refill.only is None and not thread.now.is_partial and not call.is_running
             replay = ChosenRecompute(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:

@@ -54,7 +54,7 @@ class Refill:
         settings: How the region behaves.
         slots: The slots of the forward.
         key: The owner of the tensors; None if a tensor is asked for outside any backward.
-        only: The number of the one slot that is asked for; None for all that are alive.
+        only: The number of the one slot that is asked for, or those of a part; None for all that are alive.
         detached: How a tensor loses its graph.
         returns: Whether the calls run to their end, for the output of the last one.
 
@@ -62,6 +62,7 @@ class Refill:
         task: The owner, if it is a backward whose graph is not retained.
         needed: The number of the last save that is needed, -1 if none is.
         last: The save after which all needed tensors are filled.
+        filled: The numbers of the saves that are filled.
         output: The output of the last call without its graph, if it is wanted.
         count: How many tensors have been saved.
         is_served: Whether all needed tensors are filled.
@@ -85,6 +86,7 @@ class Refill:
         "began",
         "count",
         "difference",
+        "filled",
         "given",
         "is_served",
         "is_stopped",
@@ -107,7 +109,7 @@ class Refill:
         settings: Settings,
         slots: Slots,
         key: Key | None,
-        only: int | None,
+        only: int | range | None,
         detached: Callable[[Tensor], Tensor] = Tensor.detach,
         *,
         returns: bool = False,
@@ -115,12 +117,16 @@ class Refill:
         self.recording = recording
         self.key = key
         self.task = key if isinstance(key, int) and not retains_graph() else None
-        self.only = only
+        self.only = only if isinstance(only, int) else None
         self._slots = slots
         self._fresh = recording.fresh
         self._detached = detached
         self._ends_early = settings.early_stop and not returns
-        self.needed = last_needed(len(slots), lambda index: waits(slots[index]())) if only is None else only
+        if isinstance(only, int):
+            self.filled, self.needed = range(only, only + 1), only
+        else:
+            self.filled = range(len(slots)) if only is None else only
+            self.needed = last_needed(self.filled.stop, lambda index: waits(slots[index]()))
         self.last = self.needed
         self._filled: set[int] | None = None
         self.given: Sequence[UntypedStorage] = ()
@@ -167,7 +173,7 @@ class Refill:
                 found = self.values.differs(tensor, is_fresh=index in self._fresh)
                 if found is not None:
                     self._differs("values", found, self._metadata[found])
-        if self.only is None or index == self.only:
+        if index in self.filled:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else self._detached(tensor)
             slot = slots[index]()

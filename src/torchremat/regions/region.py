@@ -10,6 +10,19 @@ recomputed graph itself is thrown away: gradients flow through the first one.
                s0  s1  s2     s3  s4              region ──► inputs, functions, generator states
     backward                            s4 asked: run call 0, call 1 up to the save of s4, all five are here
 
+NOTE [ A recompute in parts ]
+A plan may cut the saves of a region into parts, at `Settings.cuts`. A recompute then fills the part of the save that
+is asked for, and all later saves that wait: it runs from the beginning as ever, and drops what belongs to earlier
+parts. When backward comes to such a part, another recompute fills it, and ends at its last save. So never more than
+one part is there at a time, for one more forward of what lies before each cut.
+
+    saves         s0  s1  s2 │ s3  s4        a cut at 3
+    recompute                  ██  ██        s4 is asked for: runs to the end
+    recompute     ██  ██  ██                 s2 is asked for: runs up to the save of s2
+
+The inputs stay until the last part: inside another region, the slots of that one keep them (`Now.is_partial`).
+Sessions declare who asks for what, and when: they recompute all parts at once, as does code that needs the output.
+
 NOTE [ Modules that wait to be made ]
 A `Lazy*` layer makes its parameters in its first forward and becomes another class, which cannot be undone. That call
 is a plain one: autograd keeps its saved tensors, once, and every later call is recomputed.
@@ -45,6 +58,7 @@ from torchremat.regions.hooks import Waiting, noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.recording import Recording
 from torchremat.regions.refilling import Refill
+from torchremat.regions.rules import first_filled
 from torchremat.regions.selective.forward import Choosing, served
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
@@ -251,20 +265,23 @@ class Region(Recomputable):
             return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
 
     def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> Refill:
-        session = key if isinstance(key, Session) else None
-        if key in self.waiting.owners and (session is None or not session.dropped_too_early()):
+        session, cuts = key if isinstance(key, Session) else None, self.settings.cuts
+        filled = self.waiting.owners.get(key)
+        if filled is not None and index >= filled and (session is None or not session.dropped_too_early()):
             return self._recompute(key, index)
+        first = first_filled(index, cuts) if cuts and session is None else 0
         try:
             if session is not None:
                 session.recomputing(self)
-            done = self._recompute(key, None, returns=returns)
+            part = range(first, filled or len(self.slots)) if first or filled else None
+            done = self._recompute(key, part, returns=returns)
         except BaseException:
             self.forget(key)
             raise
-        self.waiting.owners.add(key)
+        self.waiting.owners[key] = first
         if session is not None:
             session.owns(self)
-        else:
+        elif filled is None:
             at_end_of_backward(partial(_forget, ref(self), key))
         return done
 
@@ -274,7 +291,7 @@ class Region(Recomputable):
         See Rule 9.
         """
         with self._lock:
-            if key in self.waiting.owners or not any(waits(one()) for one in self.slots):
+            if self.waiting.owners.get(key) == 0 or not any(waits(one()) for one in self.slots):
                 return False
             self._recompute_for(key, 0)
             return True
@@ -345,7 +362,9 @@ class Region(Recomputable):
             region.recording.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False) -> Refill:
+    def _recompute(
+        self, key: Key | None, only: int | range | None, *, explains: bool = True, returns: bool = False
+    ) -> Refill:
         recording, settings = self.recording, self.settings
         if recording.calls[-1].slots < 0:
             self._note_backward()

@@ -6,6 +6,7 @@ run, and a rule is changed in one place.
 
     when                                           question                                 rule
     a call is about to run in a region             which of its arguments does it hold?     `external_inputs`
+    a backward asks for a save                     from which save on is it recomputed?     `first_filled`
     a recompute begins                             at which save does it stop?              `last_needed`
     a call of a recompute has run                  which inputs and outputs are dropped?    `last_uses`, `ended`
 
@@ -29,6 +30,16 @@ def external_inputs(inputs: Iterable[K], known: Container[K]) -> list[K]:
         known: Inputs that the region holds already, and outputs of its earlier calls, which are recomputed.
     """
     return [one for one in dict.fromkeys(inputs) if one not in known]
+
+
+def first_filled(asked: int, cuts: Iterable[int]) -> int:
+    """Return the first save that the recompute for a request fills. See NOTE [ A recompute in parts ].
+
+    Args:
+        asked: The number of the save that a backward asks for.
+        cuts: The saves that begin a part, without the first save of all.
+    """
+    return max((cut for cut in cuts if cut <= asked), default=0)
 
 
 def last_needed(saves: int, waits: Callable[[int], bool]) -> int:

@@ -94,6 +94,7 @@ class Settings:
     debug: bool = False
     policy: Policy | None = None
     observer: Observer | None = None
+    cuts: tuple[int, ...] = ()  # of plans alone, see NOTE [ A recompute in parts ]
     turns: Turns = field(init=False, compare=False)
     decisions: dict[OpInfo, Decision] = field(init=False, compare=False)
 

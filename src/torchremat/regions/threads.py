@@ -56,6 +56,7 @@ class Now:
 
     Attributes:
         recomputing: How many nested recomputes run.
+        is_partial: Whether the innermost of them leaves saves to a later one, which needs the same inputs.
         calls: The calls in their first run, outermost first; in a recompute, only calls that were made in it.
         scopes: The open scopes, innermost last. Kept by `runs`.
         carried: Values in transit in the running recompute, by carrier and key; None outside of recomputes.
@@ -73,6 +74,7 @@ class Now:
         "carried",
         "frozen",
         "inner",
+        "is_partial",
         "is_shared",
         "moved",
         "plain",
@@ -81,8 +83,9 @@ class Now:
         "selecting",
     )
 
-    def __init__(self, recomputing: int = 0) -> None:
+    def __init__(self, recomputing: int = 0, *, is_partial: bool = False) -> None:
         self.recomputing = recomputing
+        self.is_partial = is_partial
         self.calls: list[Call] = []
         self.scopes: list[object] = []
         self.carried: dict[tuple[object, object], Carried] | None = {} if recomputing else None

@@ -146,7 +146,9 @@ class _TransformedRegion(Region):
             _refuse(self._name_at(slot.index), self._transforms)
         return super().unpack(slot)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True, returns: bool = False) -> Refill:
+    def _recompute(
+        self, key: Key | None, only: int | range | None, *, explains: bool = True, returns: bool = False
+    ) -> Refill:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
@@ -167,7 +169,7 @@ class _TransformedRegion(Region):
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool, returns: bool) -> Refill:
+    def _recompute_again(self, key: Key | None, only: int | range | None, *, explains: bool, returns: bool) -> Refill:
         """Recompute in its own `grad`, which replaces the one that has ended."""
         level = push_grad()
         try:

@@ -36,6 +36,8 @@ class Option:
         backward_peak_bytes: Highest live bytes during its backward, above the bytes held at the backward's start (its
             own saved bytes and saved inputs included).
         nests: Whether a stage inside a region can be kept this way; the first option of a stage must allow it.
+        is_region: Whether the stage is a region by itself then, which its backward recomputes at `cost`: a recompute
+            that ends with the stage takes its inputs, and does not run it.
     """
 
     saved_bytes: int
@@ -46,6 +48,7 @@ class Option:
     truncated_peak_bytes: int
     backward_peak_bytes: int
     nests: bool = True
+    is_region: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Tree
 #      region holds the linked input of its first stage (again not of the outer region's first stage), its stages save
 #      nothing, and each costs `forward`. External inputs add nothing: the outermost region holds them.
 #   7. Early stop. A recompute ends at its last save. If the last child is a kept stage, it costs `truncated` and has
-#      the truncated peak; if it is a nested region, its stages do not run at all, and only its linked input is held.
+#      the truncated peak; if it is a nested region, or its option is one, its stages do not run at all, and only its
+#      linked input is held.
 #
 # The cost of a tree is the sum over rules 5 and 6, its peak the highest number of rules 3 to 5.
 #
@@ -202,7 +203,10 @@ class _StackMachine:
             peak = option.truncated_peak_bytes if action.stops else option.forward_peak_bytes
             self.live(base + linked + peak, action)
             self.keep(action.stage, option, linked=linked, external=0)
-        self.cost += stage.truncated if action.stops else stage.forward
+        if not action.stops:
+            self.cost += stage.forward
+        elif action.option is None or not stage.options[action.option].is_region:
+            self.cost += stage.truncated
         outer.next = action.stage + 1
         if action.stage == outer.last:
             self.end_recompute(outer)

@@ -111,7 +111,7 @@ class Rounding:
             never = math.inf if again and not option.nests else 0.0
             yield Term(
                 cost=np.float32(option.cost + one.forward * again + never),
-                stopped_cost=np.float32(option.cost + one.truncated * again + never),
+                stopped_cost=np.float32(option.cost + one.truncated * (again and not option.is_region) + never),
                 held=self.up(held_bytes),
                 backward=self.up(held_bytes + one.backward_base_bytes + option.backward_peak_bytes),
                 full_bytes=inputs_bytes + option.forward_peak_bytes,

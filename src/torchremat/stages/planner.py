@@ -288,9 +288,11 @@ def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: 
 
 def _planner(sample: Sample, site: Site, options: PlanOptions) -> Planner:
     try:
-        return Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
+        planner = Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
+    planner.solver.dividing = None  # sessions, which run the stages, recompute all parts at once
+    return planner
 
 
 def _shared_bytes(modules: Sequence[nn.Module]) -> int:

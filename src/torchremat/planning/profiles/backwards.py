@@ -32,6 +32,7 @@ class UnitBackward:
         asked_at: For the number of a saved tensor the count of events before autograd asked for it.
         freed_at: For the number of a saved tensor the event that frees the memory that the recompute made for it;
             absent if the recompute made none, and if that memory is freed later.
+        lost_at: For the number of a saved input the count of events before its node is done with it.
         remade: All events that free memory made by the recompute.
         storages: For the number of a saved tensor its storage in the trace.
         fixed: The storages among these that existed before the step.
@@ -40,11 +41,16 @@ class UnitBackward:
     delta_bytes: NDArray[np.int64]
     asked_at: Mapping[int, int]
     freed_at: Mapping[int, int]
+    lost_at: Mapping[int, int]
     remade: frozenset[int]
     storages: tuple[int, ...]
     fixed: frozenset[int]
     _highest: dict[tuple[frozenset[int], Releases], int] = field(
         default_factory=dict[tuple[frozenset[int], Releases], int]
+    )
+
+    _recomputed: dict[tuple[tuple[tuple[int, int], ...], int], int] = field(
+        default_factory=dict[tuple[tuple[tuple[int, int], ...], int], int]
     )
 
     def live_bytes(self, without: Iterable[int] = ()) -> NDArray[np.int64]:
@@ -75,6 +81,24 @@ class UnitBackward:
                     live[self.freed_at[save] + 1 :] -= size
             self._highest[key] = int(live.max())
         return self._highest[key]
+
+    def without_inputs(self, inputs: Mapping[int, int], first: int = 0) -> int:
+        """Return the peak from an event on, over the beginning, if the unit is recomputed.
+
+        Args:
+            inputs: Bytes of inputs that nothing but its saved tensors holds, by storage: they go with the last of them.
+            first: The event.
+        """
+        key = tuple(inputs.items()), first
+        if key not in self._recomputed:
+            live = self.live_bytes()
+            for storage, size in inputs.items():
+                lost = [self.lost_at.get(save) for save, one in enumerate(self.storages) if one == storage]
+                known = [at for at in lost if at is not None]
+                if known and len(known) == len(lost):
+                    live[max(known) + 1 :] -= size
+            self._recomputed[key] = int(live[first:].max())
+        return self._recomputed[key]
 
 
 class Backwards:
@@ -127,6 +151,7 @@ class Backwards:
             delta_bytes=self._delta_bytes[begin:end],
             asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
             freed_at=freed_at,
+            lost_at={place: self._position[mark] - begin for place, mark in own.lost_at.items()},
             remade=frozenset(remade.tolist()),
             storages=tuple(own.saved),
             fixed=fixed.intersection(own.saved),

@@ -56,6 +56,7 @@ class WatchedUnit:
     dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
     recompute: int = -1
     recomputed: int = -1
+    lost_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which saved inputs went in backward
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[Recomputable] | None = None
@@ -200,6 +201,8 @@ class Watcher(UnitObserver):
         """Record that the graph of a save is freed; in backward this happens to all saves."""
         if own.recompute < 0:
             own.dropped_at[place] = self.mark("dropped")
+        elif any(place == one for one, _ in own.boundary):
+            own.lost_at[place] = self.mark("lost")
 
     def settles(self, region: Recomputable) -> None:
         """See `Observer`."""

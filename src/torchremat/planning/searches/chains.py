@@ -175,13 +175,14 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
         saves_external=True,
         cost=amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops),
         forward_peak_bytes=size.dropping_bytes(1, one),
-        truncated_peak_bytes=max(0, one.recompute_peak_bytes),
+        truncated_peak_bytes=0 if one.nests else max(0, one.recompute_peak_bytes),
         backward_peak_bytes=max(
             one.early_peak_bytes,
             one.recompute_peak_bytes,
             recomputed_bytes + max(0, one.late_peak_bytes, _released_peak(profile, unit)),
         ),
-        nests=False,
+        nests=one.nests,
+        is_region=one.nests,
     )
 
 

@@ -81,6 +81,12 @@ def saves_of(profile: Profile, unit: int) -> list[int] | None:
     return saves if len(saves) == len(profile.units.saved(unit)) else None
 
 
+def save_positions(profile: Profile, unit: int) -> list[int]:
+    """Return for each save of `saves_of` how many of the unit's operators have begun before it."""
+    start = operators_of(profile, unit).start
+    return [save.position - start for save in _saves_in(profile, unit)]
+
+
 def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
     """Return what autograd saves in a unit, in order."""
     trace, ran = profile.units.trace, operators_of(profile, unit)

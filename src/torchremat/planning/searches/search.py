@@ -10,6 +10,7 @@ from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.dividing import Dividing
 from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.loops import are_long, have_parts, loops_in
 from torchremat.planning.searches.options import options_of
@@ -72,6 +73,7 @@ class Search:
                 )
         self.pair = pair
         self.blocks = self._solver(pair.blocks) if pair.blocks.options else self.whole
+        self.dividing = Dividing(self.blocks) if options.operators else None
 
     def _with_options(self, profile: Profile) -> Profile:
         return replace(profile, options=options_of(profile, self.cost_unit, self.search_budget))
@@ -166,9 +168,16 @@ class Search:
                 found += [] if one is None else [(one.cost, one)]
                 if found:
                     self.search_budget.found(_best(found).slowdown)
+        if self.dividing is not None and not (found and self._recomputes_once(_best(found))):
+            divided = self.dividing.solve(limit_bytes)
+            found += [] if divided is None else [(divided.cost, divided)]
         if not found:
             return self.floor if self.floor.prediction.peak_bytes <= limit_bytes else None
         return _best(found)
+
+    def _recomputes_once(self, found: Candidate) -> bool:
+        """Whether no more units run again than there are: recomputes in parts are never cheaper than that."""
+        return self.search_budget.is_over or found.prediction.calls <= len(found.profile.units.units)
 
     @cached_property
     def floor(self) -> Candidate:
@@ -180,6 +189,8 @@ class Search:
                 if solver is self.blocks or not self.search_budget.is_over
             ]
             lowest += [one for storing in self.storings for one in storing.lowest]
+            if self.dividing is not None and not self.search_budget.is_over:
+                lowest += [] if self.dividing.floor is None else [self.dividing.floor]
         return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 

@@ -74,7 +74,7 @@ class UnitOperators:
         runs, flow = self.runs, flow_of(self.profile, "flops", self.unit)
         operators = tuple(
             replace(operator, cost=self.amount(measured_s, nominal_seconds(self._log, run), operator.cost))
-            for operator, run, measured_s in zip(flow.operators, runs, self._seconds, strict=True)
+            for operator, run, measured_s in zip(flow.operators, runs, self.seconds, strict=True)
         )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
         values = tuple(
@@ -99,13 +99,7 @@ class UnitOperators:
         profile, unit, runs, log = self.profile, self.unit, self.runs, self._log
         nominal_s = [nominal_seconds(log, run) for run in runs]
         own = profile.units.units[unit]
-        call, outputs = profile.units.trace.calls[own.calls[0]], set(own.outputs)
-        window = call.begins, call.ends
-        # The states of generators are on the host: the held output of an operator that has drawn comes with one.
-        state_bytes = profile.generator_bytes
-        replay = SelectionReplay(
-            log, runs, self.flow, self._storages, selection, self._allocations, window, state_bytes
-        )
+        outputs, replay = set(own.outputs), self.replay(selection, self.flow)
         boundary = replay.held.intersection(outputs)
         again = [index for index in range(selection.ends) if index not in replay.spared]
         ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
@@ -113,7 +107,7 @@ class UnitOperators:
         seen = self._seen(asked_about(operators, ordinals))
         taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
         overhead_s = profile.overheads.seconds(*taken)
-        backward = in_parts(profile.backwards[unit], self._saves, self.flow, selection, replay)
+        backward = in_parts(profile.backwards[unit], self.saves, self.flow, selection, replay)
         return OptionBytes(
             kept=frozenset(boundary),
             kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),
@@ -123,12 +117,23 @@ class UnitOperators:
             ahead_peak_bytes=replay.recompute_peak(),
             late_peak_bytes=backward.late_bytes,
             recomputes=selection.ends > 0,
-            seconds=overhead_s + sum(self._seconds[index] for index in again),
+            seconds=overhead_s + sum(self.seconds[index] for index in again),
             overhead_s=overhead_s,
             nominal_s=NOMINAL.seconds(*taken) + sum(nominal_s[index] for index in again),
             flops=sum(runs[index].flops for index in again),
             ordinals=ordinals,
             operators=operators,
+        )
+
+    def replay(self, selection: OperatorSelection, flow: Dataflow) -> SelectionReplay:
+        """Return the bytes of a selection; `flow` are the operators, perhaps with fewer values that are needed."""
+        profile = self.profile
+        call = profile.units.trace.calls[profile.units.units[self.unit].calls[0]]
+        window = call.begins, call.ends
+        # The states of generators are on the host: the held output of an operator that has drawn comes with one.
+        state_bytes = profile.generator_bytes
+        return SelectionReplay(
+            self._log, self.runs, flow, self._storages, selection, self._allocations, window, state_bytes
         )
 
     def like(self, option: OptionBytes) -> OptionBytes:
@@ -161,13 +166,13 @@ class UnitOperators:
         return [self._log.values[value].storage for value in values_of(self.profile, self.unit)]
 
     @cached_property
-    def _saves(self) -> list[int] | None:
+    def saves(self) -> list[int] | None:
         """The values that autograd saves, in their order; None if the watched step has saved more."""
         saves, asked = saves_of(self.profile, self.unit), self.profile.backwards[self.unit].asked_at
         return saves if saves is not None and max(asked, default=-1) < len(saves) else None
 
     @cached_property
-    def _seconds(self) -> list[float]:
+    def seconds(self) -> list[float]:
         """The seconds of the operators, scaled to those of the unit's forward."""
         return unit_seconds(self.profile, self.unit, self._pooled_s)
 

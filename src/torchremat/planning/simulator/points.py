@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
@@ -88,14 +88,14 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionBytes:
-    """Bytes and time of one unit as a separate region that holds the outputs of some operators.
+    """Bytes and time of one unit as a separate region that holds the outputs of some operators, or recomputes in parts.
 
     Attributes:
         kept: Boundary storages that it holds from its forward on, in addition to its inputs.
         kept_bytes: Bytes of other storages that it holds until its recompute.
         forward_peak_bytes: Peak of its forward, over the live bytes when it begins.
-        early_peak_bytes: Peak of its backward until the recompute, likewise, with its held tensors live.
-        recompute_peak_bytes: Peak of its recompute, over the live bytes when its backward begins.
+        early_peak_bytes: Peak of its backward until the last recompute, likewise, with its held tensors live.
+        recompute_peak_bytes: Peak of its last recompute, over the live bytes when its backward begins.
         ahead_peak_bytes: Peak of its recompute if it runs before its backward, over the live bytes then.
         late_peak_bytes: Peak of its backward from then on, over the bytes that would be live at its beginning with all
             its saved tensors.
@@ -106,6 +106,8 @@ class OptionBytes:
         flops: Flops of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
+        cuts: The saves that begin a part of the recompute, without the first save; see `Settings.cuts`.
+        late_from: With cuts, the event of its backward that comes after the last recompute.
     """
 
     kept: frozenset[int]
@@ -122,6 +124,13 @@ class OptionBytes:
     flops: int
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]
+    cuts: tuple[int, ...] = ()
+    late_from: int = 0
+
+    @property
+    def nests(self) -> bool:
+        """Whether a region may contain it: then the unit holds nothing but its inputs."""
+        return not self.ordinals
 
     def slower(self, factor: float) -> OptionBytes:
         """Return the same with `factor` times the seconds of the operators that it recomputes."""
@@ -134,7 +143,9 @@ class Live:
 
     `over_bytes` is None where the profile must supply the peak. That peak is for a recomputed unit; for a kept unit,
     `stays` are the storages that remain because others hold them, and `lets_go` the bytes that stores free meanwhile,
-    by the number of the tensor among all saved tensors of the unit.
+    by the number of the tensor among all saved tensors of the unit. For a unit that a region of several recomputes,
+    `inputs` are the bytes of those that nothing else holds, by storage; and for one in parts, `since` is the event of
+    its backward that comes after its last recompute.
     """
 
     key: Key
@@ -145,6 +156,8 @@ class Live:
     moves: bool = False  # only copies into a store or back run, with `over_bytes` as their peak
     stays: frozenset[int] | None = None
     lets_go: Releases = ()
+    inputs: Mapping[int, int] = field(default_factory=dict[int, int])
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Key, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
-from torchremat.schedules.chain import KeepNode, Tree
+from torchremat.schedules.chain import Tree, kept
 
 _BEFORE_BACKWARD = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
 
@@ -90,7 +90,7 @@ def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> P
 
 def chosen_options(tree: Tree) -> list[tuple[int, int]]:
     """Return the units of a tree that are kept by one of their options, with the option."""
-    return [(node.stage, node.option) for node in tree if isinstance(node, KeepNode) and node.option]
+    return [(node.stage, node.option) for node in kept(tree) if node.option]
 
 
 def live_bytes(profile: Profile, state: Live) -> int:
@@ -108,10 +108,12 @@ def over_bytes(profile: Profile, state: Live) -> int:
     if state.over_bytes is not None:
         return state.over_bytes
     after_bytes = profile.after_bytes[state.key]
-    if state.stays is None:
-        return after_bytes
     unit = state.key[1]
     backward = profile.backwards.get(unit)
+    if state.stays is None:
+        if backward is None or not (state.inputs or state.since):
+            return after_bytes
+        return backward.without_inputs(state.inputs, state.since)
     if backward is None:
         staying = sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
         return after_bytes + staying + profile.sizes[unit].copied_bytes

@@ -15,6 +15,7 @@ simulator and for the executor alike, and a test compares both event by event.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from operator import is_
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
@@ -23,7 +24,7 @@ from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
 from torchremat.regions.rules import ended, last_needed, last_uses
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
 
 # For each unit the ways of keeping it in part; empty if no unit has any.
 Options: TypeAlias = tuple[tuple[OptionBytes, ...], ...]
@@ -46,15 +47,8 @@ class MemorySimulator:
         self.sizes = sizes
         self.order = order
         self.lifetimes = lifetimes
-        # A unit kept by one of its options is a separate region.
-        self.chosen = {
-            node.stage: options[node.stage][node.option - 1]
-            for node in tree
-            if isinstance(node, KeepNode) and node.option
-        }
-        self.tree = tree = tuple(
-            RegionNode((node,)) if isinstance(node, KeepNode) and node.option else node for node in tree
-        )
+        self.chosen = {node.stage: options[node.stage][node.option - 1] for node in kept(tree) if node.option}
+        self.tree = tree = tuple(map(_with_options_apart, tree)) if self.chosen else tree
         self.live = LiveBytes(units.trace.storage_bytes)
         self.offloaded = OffloadedBytes(self.live, units, lifetimes, offloads)
         # The regions around each unit, outermost first; and by id of a region its depth, itself included.
@@ -223,15 +217,26 @@ class MemorySimulator:
             yield from self.offloaded.came(unit)
             option = self.chosen.get(unit)
             # Before its backward or in the middle of it, see `OptionBytes`.
-            over = None if option is None or unit in self.available else option.late_peak_bytes
+            is_late = option is not None and unit not in self.available
+            over = option.late_peak_bytes if option is not None and is_late and not option.cuts else None
+            since = option.late_from if option is not None and is_late else 0
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
                     yield from self.recompute(region, unit)
             what, stays = f"backward of {self.units.units[unit].name}", None
             if not chain:
                 stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.live.held[storage] > 1)
-            lets_go = self.offloaded.lets_go(unit)
-            yield Live((ProgramPoint.BACKWARD, unit), self.live.total(), over, what, stays=stays, lets_go=lets_go)
+            lets_go, inputs = self.offloaded.lets_go(unit), self.inputs_alone(unit) if chain else {}
+            yield Live(
+                (ProgramPoint.BACKWARD, unit),
+                self.live.total(),
+                over,
+                what,
+                stays=stays,
+                lets_go=lets_go,
+                inputs=inputs,
+                since=since,
+            )
             self.drop(unit, again=bool(chain))
             self.offloaded.dropped(unit)
             waiting.discard(unit)
@@ -241,6 +246,12 @@ class MemorySimulator:
             yield Live(
                 (ProgramPoint.RELEASED, unit), self.live.total(), None, f"backward before {self.units.units[unit].name}"
             )
+
+    def inputs_alone(self, unit: int) -> dict[int, int]:
+        """Return the bytes of the inputs that nothing but the saved tensors of a recomputed unit holds, by storage."""
+        live, anew = self.live, self.anew.get(unit, {})
+        inputs = self.sizes[unit].saved.intersection(self.units.units[unit].inputs)
+        return {one: live.bytes[one] for one in inputs if live.held[anew.get(one, one)] == 1}
 
     def leave_inter_call(self, storage: int) -> None:
         """Release a storage that code between the units has saved."""
@@ -256,7 +267,7 @@ class MemorySimulator:
         self.done.add(id(region))
         key, nested = (ProgramPoint.RECOMPUTE, until), self.depth[id(region)] > 1
         option = self.chosen.get(region.first)
-        if option is not None:
+        if option is not None and isinstance(region.children[0], KeepNode):
             yield from self.recompute_option(region, option)
             self.available.add(region.first)
             return
@@ -276,7 +287,10 @@ class MemorySimulator:
                 held = self.external(node, unit) if self.graphs.waits(node) else []
                 held = [anew.get(storage, storage) for storage in held]
                 self.hold_for(node, unit, held)
+            alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
             if unit == last and not runs_last:
+                if size.state_bytes:  # it stops when the current state has been set aside
+                    yield Live(key, self.live.total(alive), size.state_bytes, f"recompute of {own.name}", unit)
                 break
             inner = self.around[unit][self.depth[id(region)] :]
             if inner:
@@ -285,7 +299,6 @@ class MemorySimulator:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             # The current states are set aside meanwhile, and restored.
             peak += size.state_bytes + size.recast_bytes
-            alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
             yield Live(key, self.live.total(alive), peak, f"recompute of {own.name}", unit)
             yield RanForward(unit, truncated=unit == last and isinstance(node, KeepNode))
             if self.is_ahead:
@@ -317,18 +330,22 @@ class MemorySimulator:
         (node,) = region.children
         if option.recomputes:
             size, name, key = self.sizes[unit], self.units.units[unit].name, (ProgramPoint.RECOMPUTE, unit)
+            ran = RanForward(unit, truncated=True, option=node.option if isinstance(node, KeepNode) else 0)
             if not self.is_ahead:
+                yield from (ran for _ in option.cuts)
                 yield Live(key, self.live.total(), option.early_peak_bytes, f"backward of {name}")
             peak = option.ahead_peak_bytes if self.is_ahead else option.recompute_peak_bytes
             peak += size.state_bytes + size.recast_bytes
             yield Live(key, self.live.total(), peak, f"recompute of {name}", unit)
-            yield RanForward(unit, truncated=True, option=node.option if isinstance(node, KeepNode) else 0)
+            yield ran
         if self.is_ahead:
             self.remake(unit, {}, kept=option.kept)
         # All its saved tensors are there now, and tensors held for the recompute alone are freed.
         self.keep(unit, again=True)
         self.live.release(option.kept)
         self.live.inside -= option.kept_bytes
+        if self.depth[id(region)] > 1 and not self.is_ahead:
+            self.let_go(region, set(self.external(region, unit)))
 
     def let_go(self, region: RegionNode, gone: set[int]) -> None:
         """Release the storages that a nested region no longer holds."""
@@ -350,3 +367,11 @@ class MemorySimulator:
 
         number = last_needed(region.last + 1 - first, waits)
         return (until, True) if number < 0 else (first + number, isinstance(children[first + number], KeepNode))
+
+
+def _with_options_apart(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
+    """Return a node in which each unit that is kept by one of its options is a separate region."""
+    if isinstance(node, KeepNode):
+        return RegionNode((node,)) if node.option else node
+    children = tuple(map(_with_options_apart, node.children))
+    return node if all(map(is_, children, node.children)) else RegionNode(children)

@@ -1,0 +1,175 @@
+"""Cuts of a unit's recompute: where its saves are divided into parts, and what a step needs with them.
+
+A recompute fills the saves of one part, see NOTE [ A recompute in parts ]. So the watched backward, in which all saves
+are there from the beginning, divides at the requests for the parts, the last part first:
+
+    recompute    the forward's events up to the last save of the part, without the frees of what the part saves
+    from then    as it was watched, without the saves of the parts that are still to come
+
+A part must end before backward asks for an earlier save, and no memory may be saved in two parts: it would be made
+twice. Cuts are added one by one, each where the peak falls most.
+
+Missing on purpose: parts of units that also hold operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from torchremat.planning.devices.overheads import NOMINAL
+from torchremat.planning.profiles.operators import nominal_seconds
+from torchremat.planning.searches.flows import save_positions
+from torchremat.planning.searches.unit_operators import UnitOperators
+from torchremat.planning.simulator.points import OptionBytes
+from torchremat.schedules.operator_selection import evaluate
+
+_MOST_CUTS = 3
+# A further cut costs one more forward, so it has to lower the peak by this share.
+_LEAST_GAIN = 0.02
+# The cuts that are tried first, by the bytes that they divide.
+_MOST_TRIED = 24
+
+
+def cut_options(own: UnitOperators) -> tuple[OptionBytes, ...]:
+    """Return the ways of recomputing a unit in parts, with one cut and more, the peak falling; empty if there is none.
+
+    Args:
+        own: The operators of the unit.
+    """
+    return tuple(_Cuts(own).options()) if own.has_options else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _PartNeed:
+    """One part: the peak of its recompute over the live bytes at its beginning, and the operators that run again."""
+
+    peak_bytes: int
+    ends: int
+
+
+class _Cuts:
+    def __init__(self, own: UnitOperators) -> None:
+        self._own = own
+        profile, unit = own.profile, own.unit
+        self._size = profile.sizes[unit]
+        self._backward = profile.backwards[unit]
+        self._positions = save_positions(profile, unit)
+        self._dropped = profile.units.dropped(unit)
+        self._whole = self._backward.live_bytes()
+        self._needs: dict[range, _PartNeed] = {}
+
+    def options(self) -> Iterator[OptionBytes]:
+        if not self._is_known:
+            return
+        cuts = tuple[int, ...]()
+        peak = self._size.truncated_peak_bytes, self._bytes_of(self._freed) + int(self._whole.max())
+        least, tried = max(peak), self._tried
+        while len(cuts) < _MOST_CUTS:
+            more = [tuple(sorted((*cuts, cut))) for cut in tried if cut not in cuts]
+            found = [(self._peak(option), option) for one in more if (option := self._option(one)) is not None]
+            best = min(found, key=lambda one: one[0], default=None)
+            if best is None or best[0] > (1 - _LEAST_GAIN) * least:
+                return
+            (least, option), cuts = best, best[1].cuts
+            yield option
+
+    @cached_property
+    def _is_known(self) -> bool:
+        """Whether all memory that a recompute makes is freed with saves that are known."""
+        saves, backward = self._own.saves, self._backward
+        if saves is None or self._size.copied_bytes or backward.remade != self._freed:
+            return False
+        made = {value for operator in self._own.flow.operators for value in operator.outputs}
+        return all(
+            save in backward.freed_at
+            for save, value in enumerate(saves)
+            if value in made and save in backward.asked_at and save not in self._dropped
+        )
+
+    @cached_property
+    def _freed(self) -> frozenset[int]:
+        """The events that free saved memory that the recompute made."""
+        return frozenset(self._backward.freed_at.values())
+
+    @cached_property
+    def _tried(self) -> list[int]:
+        """The saves that a cut may come before: asked for, as all later ones are, before any earlier one."""
+        asked, freed = self._backward.asked_at, self._backward.freed_at
+        found: list[tuple[int, int]] = []
+        for cut in range(1, len(self._positions)):
+            before = [save for save in range(cut) if save in asked]
+            if cut not in asked or not before or min(map(asked.__getitem__, before)) <= asked[cut]:
+                continue
+            above = {event for save, event in freed.items() if save >= cut}
+            below = {event for save, event in freed.items() if save < cut}
+            if above and below and not above & below:
+                found.append((min(self._bytes_of(above), self._bytes_of(below)), cut))
+        return sorted(cut for _, cut in sorted(found, reverse=True)[:_MOST_TRIED])
+
+    def _bytes_of(self, events: Iterable[int]) -> int:
+        return -sum(int(self._backward.delta_bytes[event]) for event in events)
+
+    def _peak(self, option: OptionBytes) -> int:
+        late = self._bytes_of(self._freed) + option.late_peak_bytes
+        return max(option.early_peak_bytes, option.recompute_peak_bytes, late)
+
+    def _option(self, cuts: tuple[int, ...]) -> OptionBytes | None:
+        """Return a unit with these cuts; None if backward asks for a part before it is done with a later one."""
+        parts = [range(*pair) for pair in pairwise((0, *cuts, len(self._positions)))][::-1]
+        asked = self._backward.asked_at
+        firsts = [min((at for save in part if (at := asked.get(save)) is not None), default=-1) for part in parts]
+        if any(one >= other for one, other in pairwise((-1, *firsts))):
+            return None
+        own, freed = self._own, self._backward.freed_at
+        more = self._size.state_bytes + self._size.recast_bytes
+        peaks, recomputes, live = list[int](), list[int](), 0
+        for number, part in enumerate(parts):
+            recomputes.append(live + self._need(part).peak_bytes + more * (number + 1 < len(parts)))
+            there = {event for save, event in freed.items() if save >= part.start}
+            following = firsts[number + 1] if number + 1 < len(parts) else len(self._backward.delta_bytes)
+            during = self._backward.live_bytes(without=self._freed - there)
+            peaks.append(self._bytes_of(there) + int(during[firsts[number] : following + 1].max()))
+            live = self._bytes_of(there) + int(during[following])
+        *_, last = recomputes
+        ends = [self._need(part).ends for part in parts]
+        costs, runs, log = own.profile.costs[own.unit], own.runs, own.profile.units.trace.operators
+        region_s = max(0.0, costs.seconds_truncated - sum(own.seconds[: max(ends)]))
+        nominal_s = [nominal_seconds(log, run) for run in runs]
+        return OptionBytes(
+            kept=frozenset(),
+            kept_bytes=0,
+            forward_peak_bytes=self._size.drop_peak_bytes,
+            early_peak_bytes=max(*peaks[:-1], *recomputes[:-1]),
+            recompute_peak_bytes=last,
+            ahead_peak_bytes=self._size.truncated_peak_bytes,
+            late_peak_bytes=peaks[-1] - self._bytes_of(self._freed),
+            recomputes=True,
+            seconds=sum(region_s + sum(own.seconds[:end]) for end in ends),
+            overhead_s=region_s * len(parts),
+            nominal_s=sum(NOMINAL.region_s + sum(nominal_s[:end]) for end in ends),
+            flops=sum(run.flops for end in ends for run in runs[:end]),
+            ordinals=(),
+            operators=(),
+            cuts=cuts,
+            late_from=firsts[-1],
+        )
+
+    def _need(self, part: range) -> _PartNeed:
+        if part not in self._needs:
+            flow, saves = self._own.flow, self._own.saves or []
+            last: dict[int, int] = {}
+            for save in part:
+                if save not in self._dropped:
+                    last[saves[save]] = max(self._positions[save], last.get(saves[save], 0))
+            values = tuple(
+                replace(value, needed=number in last, saved_after=last.get(number, 0), holdable=False)
+                for number, value in enumerate(flow.values)
+            )
+            own = replace(flow, values=values)
+            selection = evaluate(own, ())
+            peak_bytes = self._own.replay(selection, own).recompute_peak()
+            self._needs[part] = _PartNeed(peak_bytes=peak_bytes, ends=selection.ends)
+        return self._needs[part]

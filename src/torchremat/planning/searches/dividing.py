@@ -1,0 +1,127 @@
+"""Trees in which units are recomputed in parts, where nothing else fits a limit.
+
+The trees are those of a solver that knows a unit in parts as one of its options, and the uniform ones. A part costs
+another forward, so these have no more of them than their limit asks for: at each program point above the limit the unit
+there is recomputed in more parts, until none is above it.
+
+Missing on purpose: steps with several roots, and modules sharded by FSDP2, whose calls must be treated alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torchremat.planning.searches.cuts import cut_options
+from torchremat.planning.searches.solver import Solver
+from torchremat.planning.searches.unit_operators import unit_operators
+from torchremat.planning.simulator.points import Live, ProgramPoint
+from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded
+
+_MOST_UNITS = 200
+# How many of the lowest trees of a solver are divided for the lowest peak.
+_LOWEST = 4
+
+_OF_UNITS = (ProgramPoint.RECOMPUTE, ProgramPoint.BACKWARD)
+
+
+class Dividing:
+    """Finds trees with recomputes in parts.
+
+    Args:
+        base: The solver whose trees are divided.
+    """
+
+    def __init__(self, base: Solver) -> None:
+        self._base = base
+        self._search_budget = base.search_budget
+
+    @cached_property
+    def _numbers(self) -> dict[int, range]:
+        """By unit that can be recomputed in parts, the numbers of its options for that, with rising numbers of cuts."""
+        had = self._base.profile.options
+        return {
+            unit: range(len(had[unit]) if had else 0, len(own))
+            for unit, own in enumerate(self._solver.profile.options)
+            if len(own) > (len(had[unit]) if had else 0)
+        }
+
+    @cached_property
+    def _solver(self) -> Solver:
+        """Judges trees with these options."""
+        profile, cost = self._base.profile, self._base.cost_unit
+        cuts = [cut_options(own) for own in self._search_budget.parts(unit_operators(profile, cost))]
+        cuts += [()] * (len(profile.sizes) - len(cuts))
+        had = profile.options or ((),) * len(cuts)
+        options = tuple((*own, *more) for own, more in zip(had, cuts, strict=True))
+        return Solver(replace(profile, options=options), cost, search_budget=self._search_budget)
+
+    @property
+    def _is_possible(self) -> bool:
+        units = self._base.profile.units
+        return len(units.rows) == 1 and not units.trace.sharded and len(units.units) <= _MOST_UNITS
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        if not self._is_possible or not self._numbers:
+            return None
+        found = [*self._solver.persistent(limit_bytes), *self._uniform(limit_bytes)]
+        fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
+        best = min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+        return None if best is None else self._solver.polished(best, limit_bytes)
+
+    def _uniform(self, limit_bytes: int) -> Iterator[Candidate]:
+        for one in self._search_budget.parts(self._base.uniform):
+            divided = self._divided(one.tree, limit_bytes)
+            if divided is not None:
+                yield divided
+
+    @cached_property
+    def floor(self) -> Candidate | None:
+        """The tree with the lowest predicted peak that was found, if there is any with parts."""
+        if not self._is_possible or not self._numbers:
+            return None
+        uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
+        finest = {unit: numbers[-1] + 1 for unit, numbers in self._numbers.items()}
+        trees = [self._base.floor.tree, *(one.tree for one in uniform)]
+        found = [self._solver.floor, *(self._solver.judged(with_parts(tree, finest)) for tree in trees)]
+        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+
+    def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
+        """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
+        numbers: dict[int, int] = {}
+        tree = bounded(tree)
+        known = self._numbers
+        while above := self._above(with_parts(tree, numbers), limit_bytes):
+            more = [unit for unit in above if unit in known and numbers.get(unit) != known[unit][-1] + 1]
+            if not more:
+                return None
+            for unit in more:
+                numbers[unit] = numbers.get(unit, known[unit].start) + 1
+        return None if above is None else self._solver.judged(with_parts(tree, numbers))
+
+    def _above(self, tree: Tree, limit_bytes: int) -> set[int] | None:
+        """Return the units at the program points above a limit; None if no part of a recompute lowers one of these."""
+        found, profile = set[int](), self._solver.profile
+        for state in walk_of(profile, tree):
+            if isinstance(state, Live) and live_bytes(profile, state) + over_bytes(profile, state) > limit_bytes:
+                if state.key[0] not in _OF_UNITS:
+                    return None
+                found.update(unit for unit in (state.key[1], state.unit) if unit >= 0)
+        return found
+
+
+def with_parts(tree: Tree, numbers: Mapping[int, int]) -> Tree:
+    """Return the tree in which some units are recomputed by these options, by unit."""
+
+    def parted(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
+        if isinstance(node, KeepNode):
+            return KeepNode(node.stage, numbers.get(node.stage, node.option))
+        children = tuple(map(parted, node.children))
+        first = children[0]
+        is_alone = len(children) == 1 and isinstance(first, KeepNode) and first.stage in numbers
+        return first if is_alone else RegionNode(children)
+
+    return tuple(map(parted, tree)) if numbers else tree

@@ -1,0 +1,111 @@
+"""Recomputes in parts in plans: where units are cut, what that saves, and that plans have no more of it than needed."""
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from planning.steps import profile
+from probes.memory import record_allocations
+from probes.planning import RegionNode, cut_options, kept, unit_operators
+from torchremat import Plan, PlanError, Planner
+
+SIDE = 64
+ONE = 4 * SIDE * SIDE  # bytes of a tensor
+
+
+class Chain(nn.Module):
+    """Saves its input, and what each of its eight functions returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = x * self.scale
+        for _ in range(8):
+            x = x.tanh()
+        return x
+
+
+def chain():
+    torch.manual_seed(0)
+    x = torch.randn(SIDE, SIDE)
+    return nn.Sequential(Chain()), lambda model: model(x).sum()
+
+
+def gpt():
+    return models.gpt_step(blocks=6, width=32, context=32, batch=8, vocabulary=32)
+
+
+def gradients(model, step):
+    model.zero_grad()
+    step(model).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def step_peak(model, step):
+    """The bytes of a step at its peak, over those before it."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with record_allocations(torch.device("cpu")) as recorder:
+        step(model).backward()
+    return recorder.trace.peak_bytes
+
+
+def test_cuts_come_where_the_peak_falls_most():
+    own = profile(*chain()).blocks
+
+    found = cut_options(unit_operators(own, "flops")[0])
+
+    assert [(one.cuts, one.early_peak_bytes // ONE) for one in found] == [((4,), 6), ((4, 5), 5)]
+
+
+def test_a_plan_recomputes_in_parts_below_what_fits_without():
+    model, step = gpt()
+    planner = Planner(model, step, cost="flops")
+    search = planner.solver
+    whole_bytes = min(one.floor.prediction.peak_bytes for one in search._all_solvers)
+
+    plan = planner.plan("min")
+
+    assert plan.peak_bytes < 0.9 * (planner.fixed_bytes + whole_bytes)
+    inside = [keep.option for node in plan.tree if isinstance(node, RegionNode) for keep in kept((node,))]
+    assert len(plan.held[0].cuts) + 1 == 4
+    assert "in 4 parts" in str(plan)
+    assert all(inside)
+    plain = gradients(model, step)
+    plan.apply(model)
+    assert all(map(torch.equal, gradients(model, step), plain))
+    assert planner.fixed_bytes + step_peak(model, step) == plan.peak_bytes
+    plan.remove(model)
+
+
+def test_a_plan_has_parts_only_where_regions_alone_do_not_fit():
+    planner = Planner(*gpt(), cost="flops")
+
+    for budget in ("85%", "60%", "40%"):
+        assert not any(one.cuts for one in planner.plan(budget).held)
+
+
+def test_a_plan_file_has_the_cuts(tmp_path):
+    model, step = gpt()
+    plan = Planner(model, step, cost="flops").plan("min")
+    path = tmp_path / "plan.json"
+
+    plan.save(path)
+
+    assert Plan.load(path) == plan
+    assert Plan.load(path).held[0].cuts == plan.held[0].cuts
+    text = path.read_text()
+    broken = text.replace('"cuts": [', '"cuts": [0, ', 1)
+    assert broken != text
+    path.write_text(broken)
+    with pytest.raises(PlanError, match="`cuts` are no rising numbers above 0"):
+        Plan.load(path)
+
+
+def test_operators_false_plans_whole_units():
+    plan = Planner(*gpt(), cost="flops", operators=False).plan("min")
+
+    assert plan.held == ()
