@@ -136,7 +136,7 @@ class ProfiledStep:
     def released_bytes(self) -> int:
         """Bytes of the gradients that a plain step has in memory, and a step in this way has not."""
         device, given = self.profile.device, self.options.optimizer
-        if given is None or not self.stepping.releases:
+        if given is None or not self.stepping.releases or self.stepping.accumulates:
             return 0
         leaves = (one for one in parameters_of([given]) if one.requires_grad)
         parts = (part for one in leaves for part in parts_of(one))
