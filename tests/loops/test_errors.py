@@ -87,7 +87,7 @@ def test_carries(carry, message):
         ({"length": 3, "slots": 2, "check": "all"}, "check='all'"),
         ({"length": 3, "slots": 2, "step_costs": [1, 2]}, "step_costs= has 2 times for 3 steps"),
         ({"length": 3, "slots": 2, "step_costs": [1, 2, -1]}, "numbers from 0 on"),
-        ({"condition": bool, "slots": 2, "step_costs": [1, 2]}, "Leave out step_costs=, or pass length="),
+        ({"condition": bool, "slots": 2, "step_costs": [1, 2]}, "Leave out step_costs=, or pass length= in place"),
         ({"length": 1, "slots": 2, "stores": [object()], "step_costs": [1]}, "step_costs= and stores= together"),
     ],
 )

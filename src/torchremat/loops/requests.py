@@ -55,8 +55,8 @@ class LoopRequest:
         if self.step_costs is not None:
             if self.condition is not None:
                 raise UnsupportedError(
-                    "loop: step_costs= are the times of all steps, and with a condition= it is not known how many there "
-                    "will be: carries are kept by the number of steps so far. Leave out step_costs=, or pass length=."
+                    "loop: step_costs= are the times of all steps, and with a condition= their number is not known. "
+                    "Leave out step_costs=, or pass length= in place of condition=."
                 )
             if self.stores:
                 raise UnsupportedError(
