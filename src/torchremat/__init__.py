@@ -39,7 +39,7 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_data import Saved
 from torchremat.measuring.saved_report import SavedReport
-from torchremat.optimizing.release import GradientRelease, release_gradients
+from torchremat.optimizing.release import GradientRelease, last_microbatch, release_gradients
 from torchremat.optimizing.stored_state import OptimizerOffload, offload_optimizer
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.bounds.certificates import Certificate
@@ -144,6 +144,7 @@ __all__ = [
     "install",
     "is_checkpointing",
     "is_recomputing",
+    "last_microbatch",
     "loop",
     "measure",
     "name",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import torchremat
@@ -51,10 +52,153 @@ def test_the_training_is_the_same_with_state_in_a_store(tmp_path):
     assert ours.is_bare
 
 
+class Scheduled(Lit):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+TWO = {"accumulate_grad_batches": 2, "max_steps": 10}
+BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
 @pytest.mark.parametrize("releases", [True, "auto"])
-def test_gradients_are_not_released_where_the_backward_is_in_the_step(tmp_path, releases):
-    with pytest.raises(torchremat.UnsupportedError, match=r"inside of the step, `optimizer.step\(closure\)`"):
-        fit(tmp_path, [budget("75%", release_gradients=releases)])
+@pytest.mark.parametrize(
+    ("options", "freed"),
+    [({}, 1), (BY_VALUE, 1), ({"precision": "bf16-mixed"}, 1), (TWO, 0), ({**TWO, **BY_VALUE}, 0)],
+    ids=["plain", "clipped", "bf16", "accumulated", "both"],
+)
+def test_the_training_is_the_same_with_released_gradients(tmp_path, options, freed, releases):
+    options = {"max_steps": 20, "val_check_interval": 8, **options}
+    plain = fit(tmp_path, module=Scheduled(), **options)
+    floor = fit(tmp_path, [budget("min")], module=Scheduled(), **options)
+    ours = fit(tmp_path, [budget("min", release_gradients=releases)], module=Scheduled(), **options)
+
+    assert ours == plain
+    assert ours.recomputed == floor.recomputed > 0
+    (row,), (least,) = ours.logged, floor.logged
+    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
+    # All gradients are there when the last of several backwards begins.
+    assert row["memory_measured_bytes"] == least["memory_measured_bytes"] - freed * parameter_bytes
+    assert ours.is_bare
+    assert ours.trainer.gradient_clip_val == options.get("gradient_clip_val")
+    assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
+
+
+def test_only_the_last_of_several_backwards_releases(tmp_path):
+    released = []
+
+    class Looking(Scheduled):
+        def on_after_backward(self):
+            shells = [type(one.grad).__name__ == "ReleasedGradient" for one in self.parameters()]
+            assert all(shells) or not any(shells)
+            released.append(shells[0])
+
+    fit(tmp_path, [budget("min", release_gradients=True)], module=Looking(), max_steps=3, accumulate_grad_batches=3)
+
+    assert released == [False, False, True, False, False, True, False, True]  # the epoch of eight batches ends
+
+
+def test_a_training_with_released_gradients_goes_on_from_a_checkpoint(tmp_path):
+    def trained(callbacks, checkpoint=None, steps=8):
+        own = fit(tmp_path, callbacks(), module=Scheduled(), max_steps=steps, checkpoint=checkpoint)
+        own.trainer.save_checkpoint(path := tmp_path / f"{len(list(tmp_path.iterdir()))}.ckpt")
+        return own, path
+
+    def releasing():
+        return [budget("min", release_gradients=True)]
+
+    plain, whole = trained(list, trained(list)[1], 12)
+    ours, own = trained(releasing, trained(releasing)[1], 12)
+    mixed, _ = trained(list, trained(releasing)[1], 12)
+
+    assert ours == plain == mixed
+    assert ours.recomputed > 0
+    states = [torch.load(one, weights_only=False) for one in (whole, own)]
+    for name in ("optimizer_states", "lr_schedulers", "global_step"):
+        assert str(states[0][name]) == str(states[1][name])
+
+
+HALF = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+class Clipping(Lit):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("releases", [True, "auto"])
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (Lit, {"gradient_clip_val": 0.1}, r"`Trainer\(gradient_clip_val=0.1\)` clips by the norm of all of them"),
+        (Clipping, {}, "`configure_gradient_clipping` of Clipping reads them"),
+        (Lit, {"plugins": [HALF]}, r'Train with `"bf16-mixed"`'),
+    ],
+)
+def test_a_training_that_needs_all_gradients_is_refused(tmp_path, module, options, words, releases):
+    with pytest.raises(torchremat.UnsupportedError, match=words):
+        fit(tmp_path, [budget("75%", release_gradients=releases)], module=module(), **options)
+
+
+def test_each_shape_has_a_plan_with_released_gradients(tmp_path):
+    plain = fit(tmp_path, sizes=(32, 128, 64, 96))
+    ours = fit(tmp_path, [budget("1.4MB", shapes=True, release_gradients=True)], sizes=(32, 128, 64, 96))
+
+    assert ours == plain
+    assert ours.logged[0]["memory_slowdown"] > 1
+    with pytest.raises(torchremat.UnsupportedError, match="with shapes=True each backward is a step"):
+        fit(tmp_path, [budget("1.4MB", shapes=True, release_gradients=True)], **TWO)
+
+
+class Adversaries(Lit):
+    """Two optimizers, each with a loss of its own, and gradients that the module releases itself if it is told to."""
+
+    def __init__(self, *, releases):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = layers()
+        self.releases = releases
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(one.parameters(), 1e-2) for one in (self.net, self.critic)]
+
+    def on_train_start(self):
+        if self.releases:
+            for own, optimizer in zip((self.net, self.critic), self.optimizers(), strict=True):
+                torchremat.release_gradients(own, optimizer.optimizer)
+
+    def training_step(self, batch, batch_idx):
+        for own, optimizer in zip((self.net, self.critic), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(own(batch).square().mean())
+            self.seen += {type(one.grad).__name__ for one in own.parameters()}
+            optimizer.step()
+
+
+def test_a_module_with_several_optimizers_releases_their_gradients_itself(tmp_path):
+    plain = fit(tmp_path, module=Adversaries(releases=False), max_steps=20)
+    ours = fit(tmp_path, module=Adversaries(releases=True), max_steps=20)
+
+    assert ours == plain
+    assert set(plain.model.seen) == {"Tensor"}
+    assert set(ours.model.seen) == {"ReleasedGradient"}
+
+
+class ReadingGradients(Lit):
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.get_total_norm([one.grad for one in self.parameters()])
+
+
+def test_code_that_reads_a_released_gradient_is_told(tmp_path):
+    module = ReadingGradients()
+
+    with pytest.raises(torchremat.UnsupportedError, match="is read, and it was released: AdamW has made") as told:
+        fit(tmp_path, [budget("min", release_gradients=True)], module=module)
+
+    assert "Call `optimizer.step()` first" in told.value.__notes__[-1]
 
 
 def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):

@@ -191,7 +191,7 @@ class Rows(pl.loggers.logger.DummyLogger):
         self.rows.append({**metrics, "step": step})
 
 
-def fit(folder, callbacks=(), *, module=None, sizes=(64,), **options):
+def fit(folder, callbacks=(), *, module=None, sizes=(64,), checkpoint=None, **options):
     """Train by Lightning: four steps of four rows, with a validation of larger ones after two."""
     torch.manual_seed(1)
     logger = Rows()
@@ -209,6 +209,7 @@ def fit(folder, callbacks=(), *, module=None, sizes=(64,), **options):
     module = Lit() if module is None else module
     recomputed = recomputes_of(module)
     trained = [torch.randn(4, size, 16) for size in sizes for _ in range(8 // len(sizes))]
-    trainer.fit(module, *(DataLoader(rows, batch_size=None) for rows in (trained, [torch.randn(8, 96, 16)])))
+    loaders = (DataLoader(rows, batch_size=None) for rows in (trained, [torch.randn(8, 96, 16)]))
+    trainer.fit(module, *loaders, ckpt_path=checkpoint)
     ours, others = split(logger.rows)
     return Trained(module, torch.get_rng_state(), recomputed.value, ours, others, trainer)

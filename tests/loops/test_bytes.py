@@ -64,6 +64,21 @@ def test_a_budget_is_kept_to_the_byte(carries):
     assert peak - least == schedule.saved_bytes - smallest.saved_bytes
 
 
+@pytest.mark.parametrize(("carries", "block"), [(3, 1), (4, 1), (7, 2), (16, 4)])
+def test_a_budget_is_kept_to_the_byte_with_times_of_steps(carries, block):
+    wave, costs = Wave(), [1.0] * 20 + [8.0] * 3 + [1.0] * 17
+    least, smallest = wave.peak_bytes(budget=3 * CARRY)
+    _, equal = wave.peak_bytes(budget=carries * CARRY)
+
+    peak, schedule = wave.peak_bytes(budget=carries * CARRY, step_costs=costs)
+
+    assert schedule.block == block
+    assert schedule.saved_bytes <= carries * CARRY
+    assert peak - least == schedule.saved_bytes - smallest.saved_bytes
+    assert schedule.slots > 1 or carries < 4
+    assert schedule.step_costs == tuple(costs) and equal.step_costs is None
+
+
 def test_a_store_holds_the_carries_that_the_schedule_says():
     wave, store = Wave(), Disk()
 

@@ -87,7 +87,8 @@ def test_carries(carry, message):
         ({"length": 3, "slots": 2, "check": "all"}, "check='all'"),
         ({"length": 3, "slots": 2, "step_costs": [1, 2]}, "step_costs= has 2 times for 3 steps"),
         ({"length": 3, "slots": 2, "step_costs": [1, 2, -1]}, "numbers from 0 on"),
-        ({"length": 3, "budget": 99, "step_costs": [1, 2, 1]}, "step_costs= are for slots="),
+        ({"condition": bool, "slots": 2, "step_costs": [1, 2]}, "Leave out step_costs=, or pass length= in place"),
+        ({"length": 1, "slots": 2, "stores": [object()], "step_costs": [1]}, "step_costs= and stores= together"),
     ],
 )
 def test_options(options, message):

@@ -144,6 +144,43 @@ def test_the_predicted_peak_is_the_measured_one(options, way, kind, optimizer, b
     assert str(steps_on.state_dict()) == str(plain_steps_on.state_dict())
 
 
+def accumulated(model, optimizer, loss_of, *, last=lambda optimizer: None, clips=lambda model: None):
+    for _ in range(3):
+        optimizer.zero_grad()
+        for number in range(3):
+            if number == 2:
+                last(optimizer)
+            loss_of(model).backward()
+        clips(model)
+        optimizer.step()
+
+
+def test_a_plan_for_several_backwards_clips_by_value_and_releases_in_the_last(tmp_path):
+    plain, steps_on, loss_of = made()
+    accumulated(plain, steps_on, loss_of, clips=lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+    model, steps_on, loss_of = made()
+    options = {"release_gradients": True, "accumulates": True, "clip_value": 1e-3}
+
+    plan = torchremat.plan(model, loss_of, budget="min", optimizer=steps_on, cost="flops", **options)
+    plan.apply(model)
+    accumulated(model, steps_on, loss_of, last=torchremat.last_microbatch)
+
+    assert equal([*model.parameters()], [*plain.parameters()])
+    assert plan.released_bytes == 0  # they are there when the last backward begins
+    assert "each parameter steps in the last backward" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").stepping == plan.stepping
+    steps_on.zero_grad()
+    for _ in range(2):
+        loss_of(model).backward()
+    torchremat.last_microbatch(steps_on)
+    assert measured_peak("gpt", model, steps_on, keeps_gradients=True) <= plan.peak_bytes
+    with pytest.raises(UnsupportedError, match=r"last_microbatch\(\) was not called"):
+        accumulated(model, steps_on, loss_of)
+    plan.remove(model)
+    torchremat.last_microbatch(steps_on)  # nothing is released now
+
+
 # ------------------------------------------------------------------------------------------------------- the choice
 
 

@@ -78,6 +78,9 @@ def test_no_function_takes_other_options(call, said):
         ({"progress": True}, "progress=True: expected a function"),
         ({"stores": "disk"}, "stores='disk': expected a list of stores"),
         ({"stores": [Disk()], "on": "meta"}, "leave out stores or on='meta'"),
+        ({"accumulates": True}, "accumulates= and clip_value= say how gradients are released"),
+        ({"clip_value": 1.0}, "accumulates= and clip_value= say how gradients are released"),
+        ({"accumulates": 1, "release_gradients": True}, "accumulates=1: expected True or False"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options, said):

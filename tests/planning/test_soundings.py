@@ -51,7 +51,16 @@ def trained():
 
 
 def train(model, optimizer, steps, *, zero="after"):
+    def closure():
+        optimizer.zero_grad()
+        loss = step(model)
+        loss.backward()
+        return loss
+
     for _ in range(steps):
+        if zero == "closure":
+            optimizer.step(closure)
+            continue
         loss = step(model)
         if zero == "between":
             optimizer.zero_grad()
@@ -93,6 +102,15 @@ def test_the_measured_peaks_are_the_predicted_ones(trained, zero, gone):
     else:  # gradients that are not there yet, where a plan has them lie there all along
         gradients = sum(one.nbytes for one in model.parameters())
         assert plan.step_peak_bytes - gradients < peak < plan.step_peak_bytes
+
+
+def test_a_step_with_a_closure_is_measured_when_that_has_run(trained):
+    model, optimizer, plan, soundings = trained
+
+    train(model, optimizer, 3, zero="closure")
+
+    # The closure of the third step begins with a forward, which takes what was measured of the one before.
+    assert soundings._log.peaks == [(plan.optimizer_peak_bytes, "AdamW.step()")]
 
 
 def test_a_step_above_the_budget_is_told_once_and_nothing_is_measured_after_it(trained):

@@ -1,5 +1,6 @@
 """Steps that take different times, against brute force."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from torchremat import LoopSchedule, ScheduleError
 from torchremat.schedules.binomial import CarrySlots, advances
+from torchremat.schedules.loops import within_bytes
 from torchremat.schedules.uneven import UnevenSlots
 
 
@@ -78,6 +80,21 @@ def test_a_long_loop_is_never_worse_than_with_equal_steps(slots):
     assert found.time <= walked(Equal, costs)[0]
     if slots == 3:
         assert found.time < walked(Equal, costs)[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(3, 30), st.integers(1, 4))
+def test_within_bytes_no_slots_for_single_steps_take_less(costs, carries, step):
+    times = tuple(map(float, costs))
+    if carries < 1 + step:
+        return
+
+    found = within_bytes(len(costs), 1, step, carries, step_costs=times)
+
+    assert found.saved_bytes <= carries
+    assert found.division.time <= least(times, min(carries - step, len(costs)))
+    equal = within_bytes(len(costs), 1, step, carries, mixes=False)
+    assert found.division.time <= replace(equal, step_costs=times).division.time
 
 
 def test_a_schedule_says_what_it_takes():

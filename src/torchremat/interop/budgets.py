@@ -31,6 +31,7 @@ from torchremat.interop.accumulating import as_the_last
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
@@ -57,6 +58,8 @@ class Training:
         words: The words of the framework's user for it.
         holders: Objects of the framework that a step may change.
         needs_gradients: Why the framework needs all gradients after the backward, and what to do; "" if it does not.
+        accumulates: Whether several backwards come before a step.
+        clip_value: What the framework clips the elements of gradients to, if it does.
     """
 
     model: nn.Module
@@ -65,6 +68,8 @@ class Training:
     words: Words
     holders: Sequence[object] = ()
     needs_gradients: str = ""
+    accumulates: bool = False
+    clip_value: float | None = None
 
 
 class NoLossError(Exception):
@@ -78,6 +83,9 @@ class Budgeted:
         request: The user's options.
         training: The parts from the framework.
 
+    Attributes:
+        training: These parts.
+
     Raises:
         BudgetError: The budget is more than the device has; or it is a percentage, and each shape has a plan of its
             own.
@@ -88,7 +96,7 @@ class Budgeted:
 
     def __init__(self, request: BudgetRequest, training: Training) -> None:
         self._request = request
-        self._training = training
+        self.training = training
         self._fitted: Fitted | None = None
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
@@ -118,12 +126,13 @@ class Budgeted:
                 )
 
     @contextmanager
-    def step(self, loss: Loss, batch: object) -> Generator[None]:
+    def step(self, loss: Loss, batch: object, *, is_last: bool = True) -> Generator[None]:
         """Let forward and backward of a batch in the block run within the budget.
 
         Args:
             loss: Called as `loss(model, batch)`; returns the loss that the framework runs backward from.
             batch: The batch.
+            is_last: Whether the optimizer steps after this backward.
 
         Raises:
             BudgetError: No plan fits; nothing of the step has run.
@@ -131,19 +140,21 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            with _advised(self._training), ExitStack() as stack:
+            with _advised(self.training), ExitStack() as stack:
                 with suppress(NoLossError):
                     if self._adaptive is None:
                         self._prepare(batch)
                     else:
                         stack.enter_context(self._adaptive.under(batch))
+                if is_last and self.training.accumulates and self.training.optimizer is not None and self.releases:
+                    last_microbatch(self.training.optimizer)
                 yield
         finally:
             self._loss = _no_loss  # it holds the framework's form of the batch
 
     @property
     def releases(self) -> bool:
-        """Whether the gradients of the training are released in its backward."""
+        """Whether gradients are released in the backward, or in the last one of a step."""
         if self._adaptive is not None:
             return self._request.options.release_gradients is True
         return self._fitted is not None and self._fitted.plan.stepping.releases
@@ -155,8 +166,8 @@ class Budgeted:
         if adaptive is not None:
             adaptive.close()
         fitted, self._fitted = self._fitted, None
-        if fitted is not None and fitted.plan.is_on(self._training.model):
-            fitted.plan.remove(self._training.model)
+        if fitted is not None and fitted.plan.is_on(self.training.model):
+            fitted.plan.remove(self.training.model)
 
     # ---------------------------------------------------------------------------------------------------- one plan
 
@@ -176,15 +187,15 @@ class Budgeted:
                 return
             # A plan for a larger batch may be above the budget for a batch that is longer in another dimension, so the
             # known sizes do not hold for it.
-            self._fitted.plan.remove(self._training.model)
+            self._fitted.plan.remove(self.training.model)
             self._fitted = None
-        self._fitted = fitted(self._request, self._training, step)
+        self._fitted = fitted(self._request, self.training, step)
         if not _are_several():
-            expect_larger(self._training.model)
+            expect_larger(self.training.model)
         self._known = [sizes]
 
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
-        subject = subject_of(step, self._training.model, self._training.optimizer)
+        subject = subject_of(step, self.training.model, self.training.optimizer)
         device = subject.device()
         with as_the_last(subject):
             with subject.untouched():
@@ -204,7 +215,7 @@ class Budgeted:
 
     def _bound(self, model: nn.Module, batch: object) -> object:
         """Return the loss of a batch, without side effects on batch and framework."""
-        with _kept(self._training.holders):
+        with _kept(self.training.holders):
             return self._loss(model, _again(batch))
 
     def log_shapes(self) -> None:
@@ -216,7 +227,7 @@ class Budgeted:
         largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
         measured = largest.measured_bytes or largest.peak_bytes
         slowest = max(one.slowdown for one in plans)
-        _log(self._training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+        _log(self.training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
 
 def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
@@ -231,6 +242,8 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
     _check_releases(request, training)
     with _advised(training), ExitStack() as stack:
         options = replace(request.options, optimizer=optimizer)
+        if options.release_gradients:
+            options = replace(options, accumulates=training.accumulates, clip_value=training.clip_value or None)
         check_request(model, step, options, request.budget, margin=request.margin)
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, **options.keywords)
@@ -277,7 +290,8 @@ def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
     try:
-        inspect.signature(optimizer.step).bind()
+        # A scheduler puts a function in place of the method, whose signature has `self`.
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise UnsupportedError(
             f"{type(optimizer).__name__} runs the training step itself, and several times, so its bytes cannot be "
@@ -287,10 +301,12 @@ def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _check_releases(request: BudgetRequest, training: Training) -> None:
-    if request.options.release_gradients and training.needs_gradients:
+    releases, reason = request.options.release_gradients, training.needs_gradients
+    if request.shapes and (training.accumulates or training.clip_value):
+        reason = reason or "with shapes=True each backward is a step, and nothing is clipped. Leave `shapes` out."
+    if releases and reason:
         raise UnsupportedError(
-            f"release_gradients={request.options.release_gradients!r}: gradients cannot be released in the backward of "
-            f"this training: {training.needs_gradients}"
+            f"release_gradients={releases!r}: gradients cannot be released in the backward of this training: {reason}"
         )
 
 

@@ -22,6 +22,8 @@ from torchremat.measuring.optimizers import parameters_of
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -69,17 +71,16 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
         Raises:
             UnsupportedError: The module runs backward by itself, or the strategy does.
         """
-        self._end()  # left by a failed training
+        self._end(trainer)  # left by a failed training
         _check(trainer, pl_module)
         training = Training(
             model=cast("nn.Module", trainer.strategy.model),
             optimizer=next(iter(trainer.optimizers)),
             log=partial(_log, trainer),
             words=_WORDS,
-            needs_gradients=(
-                "Lightning runs the backward inside of the step, `optimizer.step(closure)`. Leave it out; "
-                "`optimizer_store=` works."
-            ),
+            needs_gradients=_needs_gradients(trainer, pl_module),
+            accumulates=_accumulates(trainer),
+            clip_value=trainer.gradient_clip_val,
         )
         self._budgeted = Budgeted(self._request, training)
 
@@ -90,7 +91,10 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
         self._close()
         if self._budgeted is not None:
             self._open = ExitStack()
-            self._open.enter_context(self._budgeted.step(partial(_loss, trainer, batch_idx), batch))
+            loss, is_last = partial(_loss, trainer, batch_idx), not trainer.fit_loop._should_accumulate()
+            self._open.enter_context(self._budgeted.step(loss, batch, is_last=is_last))
+            # What is released is clipped before.
+            trainer.gradient_clip_val = None if self._budgeted.releases else self._budgeted.training.clip_value
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End the step."""
@@ -104,7 +108,7 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the model."""
-        self._end()
+        self._end(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Tell the user what can be done, and restore the model."""
@@ -112,18 +116,45 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
         if step is not None:
             with suppress(type(exception)):
                 step.__exit__(type(exception), exception, exception.__traceback__)
-        self._end()
+        try:
+            self._end(trainer)
+        except UnsupportedError as unfinished:  # parameters have stepped, and their step did not end
+            exception.add_note(str(unfinished))
 
     def _close(self) -> None:
         step, self._open = self._open, None
         if step is not None:
             step.close()
 
-    def _end(self) -> None:
+    def _end(self, trainer: pl.Trainer) -> None:
         self._close()
         budgeted, self._budgeted = self._budgeted, None
         if budgeted is not None:
+            trainer.gradient_clip_val = budgeted.training.clip_value
             budgeted.end()
+
+
+def _accumulates(trainer: pl.Trainer) -> bool:
+    callbacks = cast("list[pl.Callback]", trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: set by a connector
+    schedulers = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
+    return trainer.accumulate_grad_batches > 1 or any(one.going_to_accumulate_grad_batches() for one in schedulers)
+
+
+def _needs_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    clips = trainer.gradient_clip_val
+    if clips and trainer.gradient_clip_algorithm != "value":
+        return (
+            f"`Trainer(gradient_clip_val={clips})` clips by the norm of all of them. Clip by value, "
+            '`gradient_clip_algorithm="value"`, or leave it out.'
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        return (
+            f"`configure_gradient_clipping` of {type(module).__name__} reads them. Leave it out; "
+            '`Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")` works.'
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return '`Trainer(precision="16-mixed")` looks for infinities in all of them. Train with `"bf16-mixed"`.'
+    return ""
 
 
 def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) -> object:

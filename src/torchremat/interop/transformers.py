@@ -165,7 +165,8 @@ class _TrainingWatch:
         if stack is not None and torch.is_grad_enabled():
             if self._budgeted is None:
                 self._budgeted = Budgeted(self._request, self._training(model))
-            stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs))
+            is_last = self._trainer.accelerator.sync_gradients
+            stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs, is_last=is_last))
         return self._plain["compute_loss"](model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +187,7 @@ class _TrainingWatch:
             holders=(trainer, trainer.state, trainer.control),
             words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
             needs_gradients=_needs_gradients(trainer),
+            accumulates=trainer.args.gradient_accumulation_steps > 1,
         )
 
 
@@ -194,9 +196,6 @@ def _needs_gradients(trainer: transformers.Trainer) -> str:
     own = type(args).__name__
     if args.max_grad_norm:
         return f"`{own}(max_grad_norm={args.max_grad_norm})` clips by the norm of all of them. Set `max_grad_norm=0`."
-    if args.gradient_accumulation_steps > 1:
-        steps = args.gradient_accumulation_steps
-        return f"`{own}(gradient_accumulation_steps={steps})` adds up those of several backwards. Set 1."
     if trainer.accelerator.scaler is not None:
         return f"`{own}(fp16=True)` scales the loss, and looks for infinities in all of them. Set `bf16=True`."
     return ""

@@ -53,8 +53,16 @@ class LoopRequest:
         if self.stores and self.condition is not None:
             raise UnsupportedError("loop: stores= need a length that is known; a condition= has none.")
         if self.step_costs is not None:
-            if self.slots is None or self.stores or self.condition is not None:
-                raise UnsupportedError("loop: step_costs= are for slots= of a loop of known length without stores.")
+            if self.condition is not None:
+                raise UnsupportedError(
+                    "loop: step_costs= are the times of all steps, and with a condition= their number is not known. "
+                    "Leave out step_costs=, or pass length= in place of condition=."
+                )
+            if self.stores:
+                raise UnsupportedError(
+                    "loop: step_costs= and stores= together: the places of carries in stores are found for steps that "
+                    "take the same time. Leave out step_costs=, and the mean step counts; or leave out stores=."
+                )
             if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in self.step_costs):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
                 raise UnsupportedError("loop: step_costs= has to be the times of the steps, numbers from 0 on.")
         times = self.transfer_steps if isinstance(self.transfer_steps, tuple) else (self.transfer_steps,)

@@ -76,7 +76,7 @@ def loop(
         stores: Where carries wait beyond the slots, the fastest first: `[Host("1GiB"), Disk()]`. Their limits are kept.
         transfer_steps: How long it takes to write a carry to a store and to read it, in steps; or a time for each
             store. With a longer time fewer carries go there.
-        step_costs: How long each step takes, in any unit, if they differ. With `slots` only.
+        step_costs: How long each step takes, in any unit, if they differ. Neither with `stores` nor with a `condition`.
         check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
         check_every: As for `checkpointed`.
         guard: As for `checkpointed`.

@@ -182,7 +182,9 @@ def way_of(
                 f"that they draw from, {format_bytes(found.state)} each."
             )
         sizes = found.carry, found.step, budget_bytes
-        schedule = within_bytes(steps, *sizes, shared_bytes=found.shared, mixes=not stores)
+        schedule = within_bytes(
+            steps, *sizes, shared_bytes=found.shared, mixes=not stores, step_costs=request.step_costs
+        )
         return follow(replace(schedule, state_bytes=found.state))
 
     if request.slots is None:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 class Releasing(Protocol):
     """What steps in the backward, as the step of an optimizer knows it."""
 
+    def last_microbatch(self) -> None:
+        """The next backward is the last one before `step()`."""
+        ...
+
     def check_step(self) -> None:
         """Raise an UnsupportedError if the user's `step()` cannot run now."""
         ...

@@ -35,7 +35,7 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer, parameters_of
 from torchremat.measuring.untouched import frees_gradient
-from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.optimizing.partial_steps import PartialSteps, partial_steps, steps_in_parts
 from torchremat.optimizing.rehearsal import note_gradient
 from torchremat.optimizing.scaled_losses import is_scaled, watch_scalers
 from torchremat.optimizing.tombstones import ReleasedGradient
@@ -367,6 +367,19 @@ def release_gradients(
         steps.end()
         raise
     return steps.release
+
+
+def last_microbatch(optimizer: Optimizer) -> None:
+    """Declare that the next backward is the last one before `optimizer.step()`, under a plan with `accumulates=True`.
+
+    If the plan does not release gradients, nothing has to be declared.
+
+    Raises:
+        UnsupportedError: Gradients are released, and `accumulates=True` was not said.
+    """
+    steps = steps_in_parts(optimizer)
+    if steps is not None and steps.release is not None:
+        steps.release.last_microbatch()
 
 
 def _check_reduction(parameters: Sequence[Tensor]) -> None:

@@ -40,6 +40,9 @@ class PlanOptions:
             complete, and the gradient is freed: True, or `"auto"` if the plan may choose it, where it is faster than
             other ways to fit the budget. See `torchremat.release_gradients`, whose rules are those of the training loop
             then.
+        accumulates: With `release_gradients`: whether several backwards come before each step of `optimizer`. Only the
+            last one releases, and `torchremat.last_microbatch(optimizer)` says before it that it is the last.
+        clip_value: With `release_gradients`: as of `clip_grad_value_`.
         optimizer_store: A store where the state of `optimizer` may wait, if that is faster than other ways to fit the
             budget. See `torchremat.offload_optimizer`.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
@@ -61,19 +64,26 @@ class PlanOptions:
     stores: Sequence[Store] = ()
     allow_lossy: bool = False
     release_gradients: bool | Literal["auto"] = False
+    accumulates: bool = False
+    clip_value: float | None = None
     optimizer_store: Store | None = None
     on: Literal["meta"] | None = None
     progress: Callable[[Progress], None] | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         check_cost(self.cost)
-        check_flags(operators=self.operators, allow_lossy=self.allow_lossy)
+        check_flags(operators=self.operators, allow_lossy=self.allow_lossy, accumulates=self.accumulates)
         checked(self.progress)
         object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
         if self.release_gradients not in (True, False, "auto") or type(self.release_gradients) is int:
             raise UnsupportedError(
                 f'release_gradients={self.release_gradients!r}: allowed are True, False and "auto", with which the '
                 "plan may choose it."
+            )
+        if not self.release_gradients and (self.accumulates or self.clip_value is not None):
+            raise UnsupportedError(
+                "accumulates= and clip_value= say how gradients are released. Leave them out, or allow that with "
+                'release_gradients=True or "auto".'
             )
         if self.optimizer_store is not None:
             check_optimizer_store(self.optimizer_store)
@@ -91,7 +101,12 @@ class PlanOptions:
     @property
     def ways_of_stepping(self) -> tuple[Stepping, ...]:
         """The ways in which the optimizer may step, in the order of the seconds that they add."""
-        return ways_of_stepping(releases=self.release_gradients, stores=self.optimizer_store is not None)
+        return ways_of_stepping(
+            releases=self.release_gradients,
+            stores=self.optimizer_store is not None,
+            accumulates=self.accumulates,
+            clip_value=self.clip_value,
+        )
 
     @property
     def keywords(self) -> PlanKeywords:
@@ -122,6 +137,8 @@ class StepKeywords(TrainingKeywords, total=False):
     """Also options of a step."""
 
     optimizer: torch.optim.Optimizer | None
+    accumulates: bool
+    clip_value: float | None
     stores: Sequence[Store]
     allow_lossy: bool
     progress: Callable[[Progress], None] | Literal[False] | None

@@ -11,7 +11,8 @@ from typing import Unpack
 from torch import nn
 
 from torchremat.errors import BudgetError, DeviceError
-from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
 from torchremat.planning.budgets import Relative, margin_of, relative_of
@@ -53,7 +54,18 @@ class Planner(ProfiledStep):
     @takes(PlanKeywords)
     def __init__(self, model: nn.Module, step: Step, **options: Unpack[PlanKeywords]) -> None:
         placed = PlacedStep(model, step, PlanOptions(**options))
-        super().__init__(placed, placed.options.ways_of_stepping[0])
+        self._ways = list(placed.options.ways_of_stepping)
+        while True:
+            try:
+                super().__init__(placed, self._ways[0])
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or len(self._ways) == 1:
+                    raise
+                let_go(error)
+            # A profile takes less memory than any plan that keeps something, so no plan in this way would fit.
+            del self._ways[0]
+            free_unused()
         self._others: dict[Stepping, ProfiledStep] = {}
 
     def save_device(self, path: str | Path) -> None:
@@ -109,7 +121,7 @@ class Planner(ProfiledStep):
     def _cheapest(self, limit_bytes: int) -> Solution | None:
         """Return the cheapest tree in any way of stepping that fits; a way is profiled once it may be the cheapest."""
         best: Solution | None = None
-        for way in self.options.ways_of_stepping:
+        for way in self._ways:
             if best is not None and not self._may_be_cheaper(way, best):
                 break
             found = self._in(way).best(limit_bytes)
@@ -140,14 +152,14 @@ class Planner(ProfiledStep):
     @property
     def floor_bytes(self) -> int:
         """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
-        return min(self._in(way).lowest_bytes for way in self.options.ways_of_stepping)
+        return min(self._in(way).lowest_bytes for way in self._ways)
 
     def _bytes_of_relative(self, budget: Relative, reserved_bytes: int) -> int:
         """Return a relative budget in bytes; reserved bytes come on top of the smallest."""
 
         def smallest() -> int:
             found: list[int] = []
-            for way in self.options.ways_of_stepping:
+            for way in self._ways:
                 profiled = self._in(way)
                 with heap_set_aside(), profiled.solver.search_budget.running(1 - SOLVING_SHARE):
                     found.append(profiled.lowest_bytes)
@@ -161,7 +173,7 @@ class Planner(ProfiledStep):
         """Return peak and time of a step under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         self.placed.begin()
-        return frontier_of([self._in(way) for way in self.options.ways_of_stepping], points)
+        return frontier_of([self._in(way) for way in self._ways], points)
 
 
 @contextmanager

@@ -68,7 +68,8 @@ def stepping_rows(plan: PlanData) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     added = f"{1e3 * plan.stepping_seconds:.1f} ms added"
     if plan.stepping.releases:
-        note = "of gradients: each parameter steps in the backward"
+        last = "last " if plan.stepping.accumulates else ""
+        note = f"of gradients: each parameter steps in the {last}backward"
         rows.append(
             ("released", format_bytes(plan.released_bytes), note if plan.stepping.stores else f"{note}, {added}")
         )

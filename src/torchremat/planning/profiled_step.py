@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 from weakref import ref
 
@@ -136,7 +136,7 @@ class ProfiledStep:
     def released_bytes(self) -> int:
         """Bytes of the gradients that a plain step has in memory, and a step in this way has not."""
         device, given = self.profile.device, self.options.optimizer
-        if given is None or not self.stepping.releases:
+        if given is None or not self.stepping.releases or self.stepping.accumulates:
             return 0
         leaves = (one for one in parameters_of([given]) if one.requires_grad)
         parts = (part for one in leaves for part in parts_of(one))
@@ -153,7 +153,7 @@ class ProfiledStep:
     def plain_fixed_bytes(self) -> int:
         """Live bytes before a plain step."""
         first = self.plain_profile
-        return first.fixed_bytes + first.released_bytes
+        return first.fixed_bytes + first.released_bytes + first.waiting_bytes
 
     @cached_property
     def _plain_optimizer_peak_bytes(self) -> int:
@@ -236,7 +236,7 @@ class ProfiledStep:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a step without any recompute, which certificates are made from."""
-        with bare(self.model), self.placed.stepping(self.stepping):
+        with bare(self.model):
             return plain_step(
                 self.subject,
                 self._machine,
@@ -244,6 +244,7 @@ class ProfiledStep:
                 profile=self.profile,
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
                 peers=self._peers,
+                stepping=partial(self.placed.stepping, self.stepping),
             )
 
 

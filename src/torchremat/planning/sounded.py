@@ -7,11 +7,12 @@ None meanwhile. Tensors that are not passed to the model (labels, outputs of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
+from typing import TypeVar, cast
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -26,6 +27,8 @@ from torchremat.planning.trained import Optimizer, Trained
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.tensors.parts import parts_of
 from torchremat.tensors.structure import tensors_in
+
+T = TypeVar("T")
 
 # A forward in grad mode without a backward must not be recorded forever.
 _MOST_CALLS = 32
@@ -178,9 +181,28 @@ class SoundedUpdate:
         if self._glance is not None:
             self._glance.end()
 
-    def _begins(self, optimizer: Optimizer, *_: object) -> None:
+    def _begins(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         # An optimizer stepped by another one has hooks as well; the outermost is the step.
         if self._optimizer is not None or is_rehearsing() or not self._trained.is_stepped_by(optimizer):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._begin(optimizer)
+            return None
+        # A closure runs forward and backward, and the step of the optimizer begins when these are done.
+        begin = WeakMethod(self._begin)
+
+        def then_begin() -> object:
+            loss = cast("Callable[[], object]", closure)()
+            _call(begin, optimizer)
+            return loss
+
+        return (*args[:1], then_begin, *args[2:]), {name: one for name, one in kwargs.items() if name != "closure"}
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if self._optimizer is not None:
             return
         self._optimizer = optimizer
         self._trained.note(optimizer)
@@ -241,6 +263,6 @@ def _unseen(*_: object) -> None:
 
 
 @traced_as(_unseen)  # under compiled autograd it is never called, and no graph breaks
-def _call(method: WeakMethod[Callable[..., None]], *args: object) -> None:
-    if (own := method()) is not None:
-        own(*args)
+def _call(method: WeakMethod[Callable[..., T]], *args: object) -> T | None:
+    own = method()
+    return None if own is None else own(*args)

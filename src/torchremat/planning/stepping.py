@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -36,10 +36,14 @@ class Stepping:
     Attributes:
         releases: Whether each parameter steps when its gradient is complete, and the gradient is freed.
         stores: Whether the optimizer's state waits in a store.
+        accumulates: See `release_gradients`.
+        clip_value: See `release_gradients`.
     """
 
     releases: bool = False
     stores: bool = False
+    accumulates: bool = False
+    clip_value: float | None = None
 
     def __str__(self) -> str:
         words = ["gradients released"] * self.releases + ["state stored"] * self.stores
@@ -52,19 +56,24 @@ PLAIN_STEPPING = Stepping()
 _LEAST_BYTES = 2**10
 
 
-def ways_of_stepping(*, releases: object, stores: bool) -> tuple[Stepping, ...]:
+def ways_of_stepping(
+    *, releases: object, stores: bool, accumulates: bool = False, clip_value: float | None = None
+) -> tuple[Stepping, ...]:
     """Return the ways of stepping that the options of a plan allow, in the order of the seconds that they add.
 
     Args:
         releases: The option: True, False or `"auto"`.
         stores: Whether there is a store for the state.
+        accumulates: See `release_gradients`.
+        clip_value: See `release_gradients`.
     """
-    found = [Stepping(releases=releases is True)]
-    if releases == "auto":
-        found.append(Stepping(releases=True))
+    released = Stepping(releases=True, accumulates=accumulates, clip_value=clip_value)
+    found = [] if releases is True else [PLAIN_STEPPING]
+    if releases:
+        found.append(released)
     # While gradients may be released, that comes first: it adds less than moving state does.
     if stores:
-        found.append(Stepping(releases=bool(releases), stores=True))
+        found.append(replace(found[-1], stores=True))
     return tuple(found)
 
 
@@ -99,7 +108,16 @@ class SteppingHandles:
             return
         with ExitStack() as undo:
             if self._stepping.releases:
-                self._handles.append(release_gradients(model, optimizer, batch_bytes=0))  # exact bytes
+                way = self._stepping
+                accumulates, clip_value = way.accumulates, way.clip_value
+                released = release_gradients(
+                    model,
+                    optimizer,
+                    accumulates=accumulates,
+                    clip_value=clip_value,
+                    batch_bytes=0,  # exact bytes
+                )
+                self._handles.append(released)
             undo.callback(self.remove)
             if self._stepping.stores and self._store is not None:
                 self._handles.append(offload_optimizer(optimizer, self._store, min_bytes=_LEAST_BYTES))
@@ -236,7 +254,8 @@ def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer 
             "itself, and processes that train one model need one plan. Say release_gradients=True; for the state "
             "call `torchremat.offload_optimizer` before you plan."
         )
-    if any(one.releases for one in others):
-        SteppingHandles(model, optimizer, Stepping(releases=True), None).remove()
+    released = next((one for one in others if one.releases), None)
+    if released is not None:
+        SteppingHandles(model, optimizer, replace(released, stores=False), None).remove()
     else:
         partial_steps(optimizer).end()

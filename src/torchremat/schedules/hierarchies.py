@@ -89,22 +89,23 @@ class _Level:
         self.is_limited = store.room is not None
         self.room = min(store.room, most) if store.room is not None else 0
         self.stride = stride
-        self._passing = passing = np.zeros((self.room + 1, most + 1))
-        self._stored = np.zeros_like(passing)
+        rooms = self.room + 1
+        # F(d, k), with k counted down from the most: so both windows are read along memory, and summed into one block.
+        self._passing = passing = np.zeros((rooms, most + 1))
         self._waiting = waiting = np.zeros_like(passing)  # j + S(d, j)
-        sums = np.empty_like(passing)
+        buffer = np.empty(passing.size)
         for k in range(1, most + 1):
-            best = np.full(self.room + 1, np.inf)
+            best = np.full(rooms, np.inf)
             if k > 1:
-                window = np.add(waiting[:, 1:k], passing[:, k - 1 : 0 : -1], out=sums[:, 1:k])
-                best = window.min(axis=1)
+                sums = buffer[: rooms * (k - 1)].reshape(rooms, k - 1)
+                best = np.add(waiting[:, 1:k], passing[:, most + 1 - k : most], out=sums).min(axis=1)
             waiting[:, k] = stride * k + store.read_steps + np.minimum(below[k], best)
             stores = np.append(np.inf, best[:-1]) if self.is_limited else best
-            passing[:, k] = np.minimum(below[k], store.write_steps + stores)
+            passing[:, most - k] = np.minimum(below[k], store.write_steps + stores)
 
     def cost(self) -> np.ndarray:
         """Return what steps cost with all its room, by the number of places."""
-        return self._passing[-1]
+        return self._passing[-1, ::-1]
 
     def after(self, room: int) -> int:
         """Return the room that is left when one more carry is in the store."""
@@ -119,13 +120,14 @@ class _Level:
         """
         if places < 2:
             return 0
-        sums = self._waiting[room, 1:places] + self._passing[room, places - 1 : 0 : -1]
+        most = len(self.below) - 1
+        sums = self._waiting[room, 1:places] + self._passing[room, most + 1 - places : most]
         best = int(np.argmin(sums))
         return 1 + best if sums[best] < self.below[places] else 0
 
     def takes(self, room: int, places: int) -> bool:
         """Return whether a carry that passes by goes to the store."""
-        return bool(self._passing[room, places] < self.below[places])
+        return bool(self._passing[room, len(self.below) - 1 - places] < self.below[places])
 
 
 class Hierarchy:

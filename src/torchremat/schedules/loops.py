@@ -99,7 +99,10 @@ class LoopSchedule:
     def division(self) -> Division:
         """How the steps of a stretch are divided when they run again."""
         if self.step_costs is not None:
-            return uneven_slots(self.slots, self.step_costs)
+            costs, block = self.step_costs, self.block
+            if block > 1:
+                costs = tuple(sum(costs[first : first + block]) for first in range(0, len(costs), block))
+            return uneven_slots(self.slots, costs)
         if self.units is None:
             return CarrySlots(self.slots)
         carry, step, unit = self.carry_bytes or 1, self.block * (self.step_bytes or 1), self.unit_bytes
@@ -139,7 +142,7 @@ class LoopSchedule:
         if self.stores:
             return self.block * (self.hierarchy.traffic().runs - self.blocks)
         if isinstance(division, UnevenSlots):
-            return division.runs
+            return self.block * division.runs
         return _recomputed(self.steps, self.slots, self.block)
 
     def least_recomputed(self) -> int | None:
@@ -199,7 +202,7 @@ class LoopSchedule:
             words.append(f"{self.recomputed_steps} steps run again")
         division = self.division
         if isinstance(division, UnevenSlots):
-            best = ", no schedule with as many slots takes less" if division.is_best else ""
+            best = ", no schedule with as many slots takes less" if division.is_best and self.block == 1 else ""
             words.append(f"which takes {division.time / sum(self.step_costs or ()):.2f} of all steps{best}")
         least = self.least_recomputed()
         if least is not None:
@@ -233,8 +236,12 @@ def within_bytes(
     *,
     shared_bytes: int = 0,
     mixes: bool = True,
+    step_costs: tuple[float, ...] | None = None,
 ) -> LoopSchedule:
     """Return the schedule of blocks and slots that runs the fewest steps again within a budget.
+
+    With the times of the steps it is one whose steps that run again take the least time: of slots for carries of single
+    steps, and of the blocks that are best for equal steps.
 
     Args:
         steps: The length of the loop, None if it is not known.
@@ -243,6 +250,7 @@ def within_bytes(
         budget_bytes: For carries in slots and recorded steps.
         shared_bytes: The part of `step_bytes` which is the step's carry.
         mixes: Whether recorded blocks may take the place of carries.
+        step_costs: The times of the steps, if they differ; then none do.
 
     Raises:
         BudgetError: It is below one carry and one step.
@@ -270,16 +278,26 @@ def within_bytes(
         slots = blocks if blocks * carry_bytes <= left + shared_bytes else left // carry_bytes
         if slots > 0:
             found.append((_recomputed(steps, slots, block), block, slots))
-    _, block, slots = min(found)
     schedule = LoopSchedule(
         steps=steps,
-        slots=slots,
-        block=block,
+        slots=1,
         carry_bytes=carry_bytes,
         step_bytes=step_bytes,
         shared_bytes=shared_bytes,
+        step_costs=step_costs,
     )
+    if step_costs is not None:
+        few = [one for one in found if one[1] == 1] + [min(found)]
+        return min((replace(schedule, slots=slots, block=block) for _, block, slots in few), key=_time_again)
+    _, block, slots = min(found)
+    schedule = replace(schedule, slots=slots, block=block)
     return _mixed(schedule, budget_bytes) if mixes else schedule
+
+
+def _time_again(schedule: LoopSchedule) -> float:
+    division = schedule.division
+    assert isinstance(division, UnevenSlots)
+    return division.time
 
 
 def _mixed(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:

@@ -10,11 +10,13 @@ P(i, b) is the time of steps i to b - 1. So the table has all schedules, and its
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
-from itertools import accumulate
-from typing import ClassVar
+from itertools import accumulate, pairwise
+from typing import ClassVar, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchremat.errors import ScheduleError
 from torchremat.schedules.binomial import Marks, advances, first_borders
@@ -23,6 +25,9 @@ from torchremat.schedules.binomial import Marks, advances, first_borders
 # they count as equal; if they are all better counted as equal, they are.
 _MOST_PARTS = 100
 _MOST_SLOTS = 32
+
+Steps: TypeAlias = NDArray[np.int64]
+Times: TypeAlias = NDArray[np.float64]
 
 
 class UnevenSlots:
@@ -50,29 +55,30 @@ class UnevenSlots:
         self.stride = stride = -(-steps // _MOST_PARTS)
         self.parts = parts = -(-steps // stride)
         self._slots = most = min(units, parts if stride == 1 else units, _MOST_SLOTS)
-        self._until = until = np.array([0.0, *accumulate(costs)])
+        self._until: Times = np.array([0.0, *accumulate(costs)])
+        self._sums: Times = np.array([0.0, *accumulate(self._until)])
         starts = np.minimum(np.arange(parts + 1) * stride, steps)
-        self._at = at = until[starts]
-        sums = np.array([0.0, *accumulate(until)])
-        # By the number of parts, slots and the first part: T. See the recurrence above.
-        self._table = table = [np.zeros((most + 1, parts + 1))]
+        self._at = at = self._until[starts]
+        # By slots, the part after the last one, and the number of parts counted down: T. See the recurrence above.
+        self._table = table = np.zeros((most + 1, parts + 1, parts + 1))
+        waiting = np.empty_like(
+            table
+        )  # by slots, the first part, and the number of parts: T with the time to pass them
+        size = np.diff(starts)
+        for slots in range(2, most + 1):
+            passes = np.array([advances(one, slots) for one in range(1, stride + 1)])
+            table[slots, 1:, parts - 1] = passes[size - 1] * np.diff(at) / size
+        buffer = np.empty((max(most - 1, 0), (parts + 1) ** 2 // 4))
         for length in range(1, parts + 1):
             count = parts - length + 1
-            found = np.full((most + 1, parts + 1), np.inf)
-            begin, end = starts[:count], starts[length : length + count]
-            found[1, :count] = sums[end] - sums[begin] - (end - begin) * at[:count]
-            if length == 1:
-                sizes = np.diff(starts)
-                for slots in range(2, most + 1):
-                    passes = {int(size): advances(int(size), slots) for size in set(sizes)}
-                    found[slots, :parts] = [
-                        passes[int(size)] * (at[one + 1] - at[one]) / size for one, size in enumerate(sizes)
-                    ]
-            for left in range(1, length):
-                passing = at[left : left + count] - at[:count]
-                cost = passing + table[left][2:, :count] + table[length - left][1:-1, left : left + count]
-                np.minimum(found[2:, :count], cost, out=found[2:, :count])
-            table.append(found)
+            end, column = slice(length, parts + 1), parts - length
+            table[1, end, column] = self._again(starts[:count], starts[end] - starts[:count])
+            if length > 1 and most > 1:
+                # Both windows are read along memory, and what they are summed into is one block.
+                sums = buffer[:, : count * (length - 1)].reshape(most - 1, count, length - 1)
+                np.add(waiting[2:, :count, 1:length], table[1:-1, end, column + 1 : parts], out=sums)
+                table[2:, end, column] = sums.min(axis=2)
+            waiting[:, :count, length] = at[end] - at[:count] + table[:, end, column]
         self._counts_as_equal = False
         self.time, self.runs = self._walk()
         if stride > 1:
@@ -88,39 +94,58 @@ class UnevenSlots:
         """Whether the table has all schedules."""
         return self.stride == 1 and self._slots == min(self.units, self.parts)
 
+    def _again(self, first: Steps, steps: Steps) -> Times:
+        """Return the time that stretches take to be passed up to each of their steps."""
+        return self._sums[first + steps] - self._sums[first] - steps * self._until[first]
+
     def _walk(self) -> tuple[float, int]:
         """Return the time and the number of the steps that run again."""
         time, runs, until, pending = 0.0, 0, self._until, [(0, self.steps, self.units)]
+        equal = defaultdict[tuple[int, int], list[Steps]](list)  # by steps and slots: where such stretches begin
         while pending:
             first, steps, slots = pending.pop()
-            borders = [0, *self.marks(slots - 1, steps, first).held]
-            time += float(until[first + borders[-1]] - until[first])
-            runs += borders[-1]
-            if len(borders) == 1:
-                time += float(until[first : first + steps].sum() - steps * until[first])
-                runs += steps * (steps - 1) // 2
+            if slots == 1 or self._is_equal(first, steps):
+                equal[steps, min(slots, steps)].append(np.array([first]))
                 continue
-            for number, (begin, end) in enumerate(zip(borders, [*borders[1:], steps], strict=True)):
-                pending.append((first + begin, end - begin, slots - number))
+            borders = [0, *self.marks(slots - 1, steps, first).held, steps]
+            time += float(until[first + borders[-2]] - until[first])
+            runs += borders[-2]
+            pending += [
+                (first + begin, end - begin, slots - number) for number, (begin, end) in enumerate(pairwise(borders))
+            ]
+        # A long loop has many stretches of few kinds; the parts of a stretch are shorter than it.
+        while equal:
+            steps, slots = kind = max(equal)
+            first = np.concatenate(equal.pop(kind))
+            borders = range(steps + 1) if slots == steps else [*first_borders(steps, slots), steps]
+            runs += len(first) * borders[-2]
+            if len(borders) == 2:
+                time += float(self._again(first, np.full_like(first, steps)).sum())
+                runs += len(first) * (steps * (steps - 1) // 2)
+                continue
+            time += float((until[first + borders[-2]] - until[first]).sum())
+            for number, (begin, end) in enumerate(pairwise(borders if slots < steps else ())):
+                equal[end - begin, min(slots - number, end - begin)].append(first + begin)
         return time, runs
+
+    def _is_equal(self, first: int, steps: int) -> bool:
+        """Return whether the table has nothing about a stretch, whose steps then count as equal."""
+        end, stride = first + steps, self.stride
+        cuts = first % stride or (end % stride and end != self.steps)
+        return self._counts_as_equal or bool(cuts) or steps <= stride
 
     def marks(self, free: int, steps: int, first: int = 0) -> Marks:
         """Return what steps leave when they run again from a carry in a slot. See `CarrySlots.marks`."""
         slots, stride = max(free, 0) + 1, self.stride
-        end = first + steps
-        if self._counts_as_equal or first % stride or (end % stride and end != self.steps) or steps <= stride:
+        if self._is_equal(first, steps):
             return Marks(tuple(first_borders(steps, slots)[1:]), (steps - 1,))
         part, parts, held = first // stride, -(-steps // stride), list[int]()
         while parts > 1 and slots > 1:
-            known = min(slots, self._slots)
-            sums = [
-                self._at[part + left] - self._at[part]
-                + self._table[left][known, part]
-                + self._table[parts - left][max(known - 1, 1), part + left]
-                for left in range(1, parts)
-            ]  # fmt: skip
-            left = 1 + int(np.argmin(sums))
-            part, parts, slots = part + left, parts - left, slots - 1
+            known, left = min(slots, self._slots), np.arange(1, parts)
+            waiting = self._at[part + left] - self._at[part] + self._table[known, part + left, self.parts - left]
+            rest = self._table[max(known - 1, 1), part + parts, self.parts - parts + left]
+            part_of_it = 1 + int(np.argmin(waiting + rest))
+            part, parts, slots = part + part_of_it, parts - part_of_it, slots - 1
             held.append(part * stride - first)
         if parts == 1 and slots > 1:
             last = part * stride - first

@@ -10,6 +10,8 @@ Tensors from before the step do not count, even if written: parameters, gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +60,14 @@ class Unseen:
 
 
 def plain_step(
-    subject: Subject, machine: Machine, cost: Cost, *, profile: Profile, peak_bytes: int, peers: Peers | None = None
+    subject: Subject,
+    machine: Machine,
+    cost: Cost,
+    *,
+    profile: Profile,
+    peak_bytes: int,
+    peers: Peers | None = None,
+    stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> PlainStep | Unseen:
     """Run a plain step without side effects, and return its record.
 
@@ -69,14 +78,20 @@ def plain_step(
         profile: Of the step: the seconds of plans and of their bounds come from one measurement.
         peak_bytes: Bytes that the step will need in addition to existing ones; it does not run if they are not free.
         peers: The processes of which all run it, or none.
+        stepping: Lets the optimizer step as it does under the plan.
     """
     peers = peers or Peers()
     if profile.units.trace.loops:
         return Unseen(reason=_LOOPED)
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
+
+    def stepped() -> PlainStep | Unseen:
+        with stepping():
+            return _plain_step(subject, machine, cost, profile)
+
     try:
-        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
+        return peers.each(stepped)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
