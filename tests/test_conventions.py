@@ -126,7 +126,6 @@ def in_cycles():
     return {name for name in MODULES if name in reached_from(name)}
 
 
-# Still in cycles by imports for annotations alone. This list only gets shorter: a cycle means that a noun is missing.
 def test_imports_have_no_cycle():
     assert in_cycles() == set()
 

@@ -20,7 +20,7 @@ from probes.memory import heap_set_aside
 
 WORLD = 2
 _SKIPPED = "skipped: "
-_PATIENCE = datetime.timedelta(seconds=30)
+_PATIENCE = datetime.timedelta(seconds=180)
 
 
 def run_all(cases, folder, world=WORLD):

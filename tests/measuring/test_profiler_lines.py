@@ -1,12 +1,11 @@
 """What torch's profiler and allocator write to stderr does not reach the terminal; errors and all else do."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from forked import run_main
 from torchremat._compat.profiler import errors_alone, profiler_silenced
 from torchremat.measuring.allocator import record_allocations
 
@@ -28,22 +27,27 @@ torchremat.plan(model, step, budget="100%")
 """
 
 
-def run(code):
-    environment = {name: value for name, value in os.environ.items() if name not in ("KINETO_LOG_LEVEL", "TORCH_LOGS")}
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stderr.splitlines()
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program, and returns the lines that it has written to stderr."""
+
+    def ran(code):
+        program = tmp_path / "program.py"
+        program.write_text(f"import warnings\nwarnings.simplefilter('ignore')\n{code}")
+        ended = run_main(program, folder=tmp_path, timeout=120)
+        assert ended.code == 0, ended.err
+        return ended.err.splitlines()
+
+    return ran
 
 
-def test_measuring_and_planning_write_nothing_of_their_own():
+def test_measuring_and_planning_write_nothing_of_their_own(run):
     lines = run(MEASURED)
 
     assert set(lines) == {"mine"}
 
 
-def test_torch_itself_does_write_them():
+def test_torch_itself_does_write_them(run):
     # Otherwise the test above proves nothing, and this file can go.
     lines = run("import torch\nwith torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): pass")
 
@@ -65,11 +69,8 @@ def test_an_error_in_the_block_gives_stderr_back(capfd):
     assert capfd.readouterr().err == "after"
 
 
-def test_a_process_without_stderr_is_measured_all_the_same():
-    code = "import os, sys\nos.close(2)\n" + MEASURED.replace('print("mine", file=sys.stderr)', "pass")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-
-    assert found.returncode == 0
+def test_a_process_without_stderr_is_measured_all_the_same(run):
+    run("import os\nos.close(2)\n" + MEASURED.replace('print("mine", file=sys.stderr)', "pass"))
 
 
 def test_levels_of_torchs_log_come_back():

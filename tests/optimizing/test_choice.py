@@ -402,18 +402,13 @@ def test_verify_compares_gradients_that_are_released(below, begun, monkeypatch):
     plain = torchremat.Planner(made()[0], loss_of).plain_peak()[0]
     assert report.plain_peak_bytes > plain + plan.waiting_bytes
     assert len(optimizer.state) == (53 if begun else 0)
+
     # A recompute that changes a gradient is found, though the gradient is gone at the end.
-    block = model.blocks[1]
-    calls = []
-
     def wrong(module, args):
-        calls.append(1)
-        return tuple(one * (1 + 1e-3 * (len(calls) % 2)) for one in args)
+        return args if torch._C._current_graph_task_id() < 0 else tuple(1.1 * one for one in args)
 
-    handle = block.mlp.register_forward_pre_hook(wrong) if hasattr(block, "mlp") else None
-    if handle is not None:
-        assert not torchremat.verify(model, loss_of, optimizer=optimizer).is_exact
-        handle.remove()
+    with model.blocks[1].up.register_forward_pre_hook(wrong):
+        assert torchremat.verify(model, loss_of, optimizer=optimizer).is_exact is False
 
 
 def test_fit_confirms_by_a_real_step():

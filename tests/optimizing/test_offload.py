@@ -6,9 +6,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import weakref
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from torch import nn, optim
 
 import torchremat
+from forked import run_main
 from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Lion, Loop, equal, in_memory, loss_of, net
 from probes.memory import record_allocations
 from torchremat import (
@@ -448,33 +446,32 @@ def test_a_disk_that_is_full_leaves_the_state_in_memory(monkeypatch):
 
 
 KILLED = """
-    import os, signal, sys
-    import torch
-    sys.path[:0] = {paths!r}
-    from optimizing.loops import Loop, loss_of
-    from optimizing.test_offload import adamw, into
-    from torchremat import Disk
+import os, signal, sys
+import torch
+from optimizing.loops import Loop, loss_of
+from optimizing.test_offload import adamw, into
+from torchremat import Disk
 
-    torch.set_num_threads(1)  # as the tests have: sums in two threads end in other bits
-    folder = sys.argv[1]
-    loop = Loop(adamw, into(Disk(folder), releases=True)).run(stop=8)
-    parts = loop.model, loop.optimizer, loop.average, loop.schedule
-    torch.save([one.state_dict() for one in parts], sys.argv[2] + ".part")
-    os.rename(sys.argv[2] + ".part", sys.argv[2])
-    loop.run(8, 10)
-    loop.model.blocks[0][3].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    loop.step(10)
+torch.set_num_threads(1)  # as the tests have: sums in two threads end in other bits
+folder = sys.argv[1]
+loop = Loop(adamw, into(Disk(folder), releases=True)).run(stop=8)
+parts = loop.model, loop.optimizer, loop.average, loop.schedule
+torch.save([one.state_dict() for one in parts], sys.argv[2] + ".part")
+os.rename(sys.argv[2] + ".part", sys.argv[2])
+loop.run(8, 10)
+loop.model.blocks[0][3].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+loop.step(10)
 """
 
 
 def test_a_process_that_is_killed_in_a_step_leaves_its_checkpoint_and_nothing_else(tmp_path):
-    folder, file = tmp_path / "store", tmp_path / "checkpoint"
+    folder, file, program = tmp_path / "store", tmp_path / "checkpoint", tmp_path / "killed.py"
     folder.mkdir()
-    program = textwrap.dedent(KILLED).format(paths=sys.path)
+    program.write_text(KILLED)
 
-    ended = subprocess.run([sys.executable, "-c", program, folder, file], capture_output=True, check=False)
+    ended = run_main(program, str(folder), str(file), folder=tmp_path, timeout=120)
 
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert ended.code == -signal.SIGKILL, ended.err
     assert list(folder.iterdir()) == []
     loop = Loop(adamw, into(Disk(folder), releases=True))
     parts = loop.model, loop.optimizer, loop.average, loop.schedule

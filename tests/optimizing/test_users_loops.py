@@ -4,6 +4,7 @@ import copy
 import io
 import threading
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -131,17 +132,34 @@ def that_trains_complex_numbers(prepare):
     return values(model), optimizer.state_dict()
 
 
-def with_a_backward_in_a_thread(prepare):
+def trained(prepare, backward):
+    """What three steps end with whose gradients `backward` makes, of a model and a number."""
     model = net()
     optimizer = adamw(model)
     prepare(model, optimizer)
     for number in range(3):
         optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+    return values(model), optimizer.state_dict()
+
+
+def with_a_backward_in_a_thread(prepare):
+    def backward(model, number):
         thread = threading.Thread(target=loss_of(model, number).backward)
         thread.start()
         thread.join()
-        optimizer.step()
-    return values(model), optimizer.state_dict()
+
+    return trained(prepare, backward)
+
+
+def with_a_penalty_on_a_gradient(prepare):
+    def backward(model, number):
+        loss = loss_of(model, number)
+        (gradient,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+
+    return trained(prepare, backward)
 
 
 def that_takes_gradients_as_results(prepare):
@@ -154,19 +172,6 @@ def that_takes_gradients_as_results(prepare):
         found = torch.autograd.grad(loss_of(model, number), trained, allow_unused=True)
         for p, gradient in zip(trained, found, strict=True):
             p.grad = gradient
-        optimizer.step()
-    return values(model), optimizer.state_dict()
-
-
-def with_a_penalty_on_a_gradient(prepare):
-    model = net()
-    optimizer = adamw(model)
-    prepare(model, optimizer)
-    for number in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, number)
-        (gradient,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)
-        (loss + gradient.square().sum()).backward()
         optimizer.step()
     return values(model), optimizer.state_dict()
 
@@ -260,7 +265,12 @@ LOOPS = [
 ]
 
 
+@cache
+def plain(loop):
+    return loop(nothing)
+
+
 @pytest.mark.parametrize("prepare", [release_gradients, stored, both])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop(loop, prepare):
-    assert equal(loop(prepare), loop(nothing))
+    assert equal(loop(prepare), plain(loop))

@@ -720,7 +720,7 @@ def test_a_recompute_runs_while_the_gradient_is_being_copied(monkeypatch, chunks
     def wait_stream(waiting, awaited):
         # In backward: the stage waits for a gradient whose copy does not end before the stage has begun to recompute.
         if current_graph_task() != -1 and awaited is copies[0]:
-            arrived.append(began.acquire(timeout=20))
+            arrived.append(began.acquire(timeout=120))
 
     torch.manual_seed(0)
     module = nn.Sequential(Slow(4, 4), nn.Linear(4, 4))

@@ -29,7 +29,7 @@ def test_a_device_has_one_thread():
 
 
 def test_threads_of_several_devices_work_at_the_same_time():
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=120)
 
     with spawn_workers([CPU, META]) as workers:
         running = [worker.submit(both.wait) for worker in workers]

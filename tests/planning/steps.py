@@ -165,14 +165,27 @@ def known_subject(step, model):
     return subject
 
 
+class Measured:
+    """A step that is measured several times, under one tree after the other: what it writes is learned once."""
+
+    def __init__(self, model, step):
+        self.subject = known_subject(step, model)
+
+    def recomputed_flops(self):
+        """Flops that recomputes of the model as it is run."""
+        return run_counted(self.subject, CPU).recomputed_flops
+
+    def peak(self):
+        """The allocator's peak of the step, relative to its start."""
+        return run_traced(self.subject, CPU, before_bytes=0).peak_bytes
+
+
 def recomputed_flops(model, step):
-    """Flops that recomputes of the model as it is run."""
-    return run_counted(known_subject(step, model), CPU).recomputed_flops
+    return Measured(model, step).recomputed_flops()
 
 
 def traced_peak(model, step):
-    """The allocator's peak of the step, relative to its start."""
-    return run_traced(known_subject(step, model), CPU, before_bytes=0).peak_bytes
+    return Measured(model, step).peak()
 
 
 def blocks(model, step):

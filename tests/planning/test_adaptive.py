@@ -802,14 +802,14 @@ def test_two_threads_at_once_are_refused():
     def run(model, batch):
         if threading.current_thread() is not threading.main_thread():
             inside.set()
-            go.wait(30)
+            assert go.wait(120)
         return step(model, batch)
 
     adaptive = Adaptive(model, run, budget="1GiB", cost="flops")
     adaptive(tokens(8))
     worker = threading.Thread(target=lambda: adaptive(tokens(8)))
     worker.start()
-    inside.wait(30)
+    assert inside.wait(120)
     try:
         adaptive(tokens(8))
     except UnsupportedError as error:

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 import models
 from planning.kinds import KINDS, Loop, inputs, square
 from planning.steps import (
+    Measured,
     differences,
     each,
     keep_all,
     outcome,
     profile,
     random_tree,
-    recomputed_flops,
     traced_peak,
     under,
 )
@@ -51,8 +51,8 @@ def check(model, step, own, tree):
     """Assert that a tree is exact, with the flops and the bytes that were predicted: never more, at most 1% less."""
     predicted = predict(own, tree)
     with under(model, own, tree):
-        measured, found = traced_peak(model, step), outcome(model, step)
-        counted = recomputed_flops(model, step)
+        runs = Measured(model, step)
+        measured, found, counted = runs.peak(), outcome(model, step), runs.recomputed_flops()
     assert differences(found, outcome(model, step)) == []
     assert counted == predicted.flops
     assert 0.99 * predicted.peak_bytes <= measured <= predicted.peak_bytes

@@ -7,7 +7,7 @@ from torch import nn
 
 from compiled import MARKS, fresh
 from planning.kinds import inputs, square
-from planning.steps import blocks, differences, each, keep_all, outcome, traced_peak, under
+from planning.steps import Measured, blocks, differences, each, keep_all, outcome, under
 from probes.planning import predict, trace
 from torchremat import Planner, verify
 
@@ -97,10 +97,10 @@ def test_predicted_is_measured_to_the_byte(kind, model_of, file):
     def step(model):
         return square(model(x))
 
-    profile, plain = blocks(model, step), outcome(model, step)
+    profile, plain, own = blocks(model, step), outcome(model, step), Measured(model, step)
     for tree in (keep_all(4), each(4), (*keep_all(2), *each(4)[2:])):
         with under(model, profile, tree):
-            assert traced_peak(model, step) == predict(profile, tree).peak_bytes
+            assert own.peak() == predict(profile, tree).peak_bytes
             assert differences(outcome(model, step), plain) == []
 
 
@@ -173,8 +173,8 @@ def test_blocks_that_are_compiled():
     def step(model):
         return square(model(x))
 
-    profile = blocks(model, step)
+    profile, own = blocks(model, step), Measured(model, step)
 
     for tree in (keep_all(4), each(4)):
         with under(model, profile, tree):
-            assert traced_peak(model, step) == predict(profile, tree).peak_bytes
+            assert own.peak() == predict(profile, tree).peak_bytes

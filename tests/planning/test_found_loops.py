@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from planning.steps import blocks, differences, keep_all, outcome, profile, traced_peak, under
+from planning.steps import Measured, blocks, differences, keep_all, outcome, profile, traced_peak, under
 from probes.planning import FoundLoop, PlanOptions, Search, Solver, depth, loops_in, predict
 from schedules.binomial_trees import binomial_tree
 from torchremat import Planner, UnsupportedError, checkpoint, loop, plan
@@ -140,14 +140,14 @@ def shifted(node, by):
 @pytest.mark.parametrize("make", [recurrent, unrolled, layered])
 def test_plans_of_loops_are_exact(make):
     model, step = make()
-    expected = outcome(model, step)
+    expected, own = outcome(model, step), Measured(model, step)
     planner = Planner(model, step, cost="flops", operators=False)
     floor, plain = planner.floor_bytes, planner.plain_peak()[0]
 
     for budget in (floor, floor + (plain - floor) // 20, floor + (plain - floor) // 4):
         made = planner.plan(budget)
         with under(model, planner.profile, made.tree):
-            found, peak = outcome(model, step), traced_peak(model, step)
+            found, peak = outcome(model, step), own.peak()
 
         assert not differences(found, expected)
         assert peak == made.step_peak_bytes - planner.fixed_bytes
@@ -214,7 +214,7 @@ def declared(**options):
 @pytest.mark.parametrize("options", [{"slots": 3}, {"slots": 1}, {"slots": 100}, {"budget": "40KiB"}])
 def test_a_model_with_loops_is_planned_around_them(options):
     model, step = declared(**options)
-    expected = outcome(model, step)
+    expected, own = outcome(model, step), Measured(model, step)
     planner = Planner(model, step, cost="flops")
 
     assert [unit.name for unit in planner.profile.units.units] == [
@@ -225,7 +225,7 @@ def test_a_model_with_loops_is_planned_around_them(options):
     for budget in (planner.floor_bytes, (planner.floor_bytes + planner.plain_peak()[0]) // 2):
         made = planner.plan(budget)
         made.apply(model)
-        found, peak = outcome(model, step), traced_peak(model, step)
+        found, peak = outcome(model, step), own.peak()
         made.remove(model)
 
         assert not differences(found, expected)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import models
 from planning.kinds import square
-from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
+from planning.steps import Measured, blocks, differences, outcome, recomputed_flops, traced_peak, under
 from probes.memory import PACKAGES, FlopCounter
 from probes.planning import KeepNode, Overheads, flow_of, options_of, predict
 from probes.regions import Collecting, Replaying
@@ -75,9 +75,8 @@ def test_predicted_is_measured(name, pick):
     predicted = predict(own, tree)
 
     with under(model, own, tree):
-        measured = traced_peak(model, step)
-        found = outcome(model, step)
-        flops = recomputed_flops(model, step)
+        runs = Measured(model, step)
+        measured, found, flops = runs.peak(), outcome(model, step), runs.recomputed_flops()
 
     assert differences(found, plain) == []
     assert flops == predicted.flops

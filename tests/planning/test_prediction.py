@@ -12,6 +12,7 @@ import models
 import zoo
 from planning.kinds import KINDS, block, inputs, square
 from planning.steps import (
+    Measured,
     blocks,
     differences,
     each,
@@ -21,7 +22,6 @@ from planning.steps import (
     random_tree,
     recomputed_flops,
     text,
-    traced_peak,
     under,
 )
 from planning.steps import profile as profile_of
@@ -31,13 +31,13 @@ from torchremat.errors import UnsupportedError
 
 def off(model, step, profile, trees, expected, *, flops=True):
     """For each tree: measured over predicted bytes, and the flops; asserts that all else is equal."""
-    result = {}
+    result, own = {}, Measured(model, step)
     for tree in trees:
         predicted = predict(profile, tree)
         with under(model, profile, tree):
-            measured = traced_peak(model, step)
+            measured = own.peak()
             found = outcome(model, step)
-            counted = recomputed_flops(model, step) if flops else predicted.flops
+            counted = own.recomputed_flops() if flops else predicted.flops
         assert differences(found, expected) == [], text(tree)
         assert counted == predicted.flops, text(tree)
         result[text(tree)] = (measured, predicted.peak_bytes)

@@ -15,13 +15,12 @@ import models
 import torchremat
 from planning.kinds import KINDS, block, inputs, linear, square
 from planning.steps import (
+    Measured,
     differences,
     keep_all,
     outcome,
     random_loads,
     random_tree,
-    recomputed_flops,
-    traced_peak,
     with_declared_speed,
 )
 from planning.steps import (
@@ -119,6 +118,7 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
     [store_profile] = weighed(model, subject_of(step, model, None), pair, [store])
     rng = random.Random(name + kind)
     split = mixed(pair, frozenset(sorted(divisible(pair))[1::2]))
+    own = Measured(model, step)
 
     for profile, tree in (
         (pair.blocks, keep_all(len(pair.blocks.sizes))),
@@ -129,7 +129,7 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
         predicted = predict(profile, tree, offloads).peak_bytes
         offload_schedule = OffloadSchedule((store,), {unit: load.planned.transfer for unit, load in offloads.items()})
         with installed(model, calls_of(profile.units), tree, Settings(), offload_schedule=offload_schedule):
-            measured = traced_peak(model, step)
+            measured = own.peak()
             found = outcome(model, step)
 
         # Off by the statistics of BatchNorm and small gradients, as in plans without stores.
@@ -161,13 +161,14 @@ def test_a_move_is_predicted_to_the_byte_where_no_kernel_needs_more(kind, leaf):
     [store_profile] = weighed(model, subject_of(step, model, None), pair, [store])
     tree = keep_all(len(profile.sizes))
     (plain,) = torch.autograd.grad(step(model), x)
+    own = Measured(model, step)
 
     for seed in range(12):
         offloads = random_loads(profile, store_profile, tree, random.Random(seed))
         predicted = predict(profile, tree, offloads).peak_bytes
         offload_schedule = OffloadSchedule((store,), {unit: load.planned.transfer for unit, load in offloads.items()})
         with installed(model, calls_of(profile.units), tree, Settings(), offload_schedule=offload_schedule):
-            measured = traced_peak(model, step)
+            measured = own.peak()
             (found,) = torch.autograd.grad(step(model), x)
         assert predicted == measured
         assert torch.equal(found, plain) is (not kind.startswith("loss") or not offloads)
@@ -195,7 +196,8 @@ def test_a_budget_is_held_without_recomputing(gpt, share):
     plan = planner.plan(budget_of(planner, share))
 
     plan.apply(model)
-    peak, found, flops = traced_peak(model, step), outcome(model, step), recomputed_flops(model, step)
+    own = Measured(model, step)
+    peak, found, flops = own.peak(), outcome(model, step), own.recomputed_flops()
     plan.remove(model)
 
     assert planner.fixed_bytes + peak <= plan.peak_bytes <= plan.budget_bytes
@@ -470,7 +472,8 @@ def test_what_is_encoded_for_a_disk_counts_until_it_has_left(codec):
     plan = planner.plan(budget_of(planner, 0.5))
 
     plan.apply(model)
-    peaks = {planner.fixed_bytes + traced_peak(model, step) for _ in range(4)}
+    own = Measured(model, step)
+    peaks = {planner.fixed_bytes + own.peak() for _ in range(4)}
     plan.remove(model)
 
     offload_sizes = planner.solver.store_profiles[0].offload_sizes.values()

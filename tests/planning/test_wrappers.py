@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
-from planning.steps import recomputed_flops, traced_peak
+from planning.steps import Measured
 from probes.memory import tensors_in
 from torchremat import Disk, Planner, UnsupportedError, checkpointed, measure, plan, saved
 
@@ -97,12 +97,12 @@ def test_planned_steps_have_the_bytes_and_the_gradients_that_were_promised(kind,
     expected = gradients(model, step)
     model.zero_grad()
     planner = Planner(model, step, cost="flops")
-    plain_bytes = planner.fixed_bytes + traced_peak(model, step)
+    runs = Measured(model, step)
+    plain_bytes = planner.fixed_bytes + runs.peak()
     made = planner.plan(planner.floor_bytes if share == "floor" else share)
 
     made.apply(model)
-    measured = planner.fixed_bytes + traced_peak(model, step)
-    flops = recomputed_flops(model, step)
+    measured, flops = planner.fixed_bytes + runs.peak(), runs.recomputed_flops()
     found = gradients(model, step)
     made.remove(model)
 

@@ -418,13 +418,13 @@ def test_blocks_that_overlap_leave_dynamo_as_it_was():
 
     def first(x):
         first_is_in.set()
-        assert second_is_in.wait(30)
+        assert second_is_in.wait(120)
         return x.sin()
 
     def second(x):
-        assert first_is_in.wait(30)
+        assert first_is_in.wait(120)
         second_is_in.set()
-        assert first_is_out.wait(30)
+        assert first_is_out.wait(120)
         return x.sin()
 
     with ThreadPoolExecutor(1) as pool:

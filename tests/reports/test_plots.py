@@ -35,12 +35,30 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_a_measured_curve_jumps_at_each_event(tmp_path, figures):
-    draw([step("a", [30, 20], backward_at=1, before_bytes=10)], tmp_path / "p.png")
+def areas(axes):
+    """The phase of each area, and the seconds from where to where it reaches."""
+    extents = [(area.get_label(), area.get_paths()[0].get_extents()) for area in axes.collections]
+    return [(phase, extent.x0, extent.x1) for phase, extent in extents]
 
-    line = figures[0].axes[0].lines[0]
-    assert line.get_xdata().tolist() == [0, 1, 1, 2, 2]
-    assert line.get_ydata().tolist() == [10, 10, 30, 30, 20]
+
+def test_a_measured_curve_jumps_at_each_event(tmp_path, figures):
+    draw([step("a", [30, 20, 40], backward_at=1, before_bytes=10)], tmp_path / "p.png")
+
+    (axes,) = figures[0].axes
+    line = axes.lines[0]
+    assert line.get_xdata().tolist() == [0, 1, 1, 2, 2, 3, 3]
+    assert line.get_ydata().tolist() == [10, 10, 30, 30, 20, 20, 40]
+    # A phase reaches up to where the next one begins.
+    assert areas(axes) == [("forward", 0, 2), ("backward", 2, 3)]
+
+
+def test_a_step_without_events_is_a_point(tmp_path, figures):
+    draw([step("a", [], before_bytes=10)], tmp_path / "p.png")
+
+    (axes,) = figures[0].axes
+    line = axes.lines[0]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([0], [10])
+    assert areas(axes) == [("forward", 0, 0)]
 
 
 def test_panels_share_their_scales(tmp_path, figures):
@@ -84,7 +102,10 @@ def test_a_measurement_draws_itself(tmp_path, figures):
     measured.plot(tmp_path / "p.png")
 
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert len(figures[0].axes) == 1
+    (axes,) = figures[0].axes
+    (_, begins, turns), (_, turned, ends) = areas(axes)
+    assert [phase for phase, _, _ in areas(axes)] == ["forward", "backward"]
+    assert begins == 0 < turns == turned < ends
 
 
 def test_a_plan_draws_plain_and_planned_side_by_side(tmp_path, figures):

@@ -94,5 +94,5 @@ def threads():
 def left():
     """The threads that do not end by themselves."""
     for thread in workers():
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     return threads()

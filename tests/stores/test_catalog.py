@@ -302,7 +302,7 @@ def test_storages_are_gone_after_the_forward(name):
             storages.append(weakref.ref(h.untyped_storage()))
         y = h.sum()
         del h
-    until = time.monotonic() + 20  # a disk writes behind the forward
+    until = time.monotonic() + 60  # a disk writes behind the forward
     while time.monotonic() < until and any(one() is not None for one in storages):
         time.sleep(0.01)
 

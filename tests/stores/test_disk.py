@@ -15,7 +15,7 @@ from torchremat import Disk, MutationError, StoreError, UnsupportedError
 
 
 def soon(condition):
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)

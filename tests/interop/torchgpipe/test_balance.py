@@ -1,12 +1,12 @@
 """`torchgpipe.balance`: counts for `GPipe`, from seconds or bytes. Letters and numbers are the rows of the facts."""
 
-import time
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from pipeline.balance.clocks import wound
 from torchremat.interop.torchgpipe import GPipe
 from torchremat.interop.torchgpipe.balance import balance_by_size, balance_by_time
 from torchremat.interop.torchgpipe.skip import pop, skippable, stash
@@ -15,18 +15,21 @@ FINDS = {"time": partial(balance_by_time, timeout=0.0), "size": balance_by_size}
 
 
 class Delay(nn.Module):
-    def __init__(self, seconds):
+    def __init__(self, clock, seconds):
         super().__init__()
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
+
+    def __deepcopy__(self, memo):
+        return self  # with its clock
 
     def forward(self, x):
-        time.sleep(self.seconds)
+        self.clock.now += self.seconds
         return x
 
 
-def test_b2_by_time():
-    # 10 + .. + 40 ms against 50 + 60 ms: 10 ms, more than any sleep is late, to the next best.
-    model = nn.Sequential(*(Delay(milliseconds / 1000) for milliseconds in (10, 20, 30, 40, 50, 60)))
+def test_b2_by_time(monkeypatch):
+    clock = wound(monkeypatch)
+    model = nn.Sequential(*(Delay(clock, seconds) for seconds in (1, 2, 3, 4, 5, 6)))
 
     balance = balance_by_time(2, model, torch.rand(1), timeout=0.0)
 

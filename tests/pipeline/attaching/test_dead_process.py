@@ -25,7 +25,7 @@ def _work(rank, folder):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=15),
+        timeout=datetime.timedelta(seconds=60),
     )
     program = Program("Schedule1F1B", wrapped)
     with attach(program.schedule) as attached:

@@ -1,15 +1,12 @@
 """Models with skips: each layer is run on its own, with the skips that it pops."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
+from pipeline.balance.clocks import wound
 from pipeline.balance.test_time import Takes
 from pipeline.skip.modules import Between, Pop, PopValue, Stash, StashValue
-from probes.memory import accelerators
-from probes.pipelines import costs
 from torchremat import wrap
 from torchremat.errors import SkippableError
 from torchremat.pipeline.balance import balance_by_size, balance_by_time
@@ -17,9 +14,7 @@ from torchremat.pipeline.skip import Namespace, current_skip_tracker, pop, skipp
 
 
 def test_backward_of_what_is_stashed_counts_where_it_is_stashed(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    for module in (costs, accelerators):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    clock = wound(monkeypatch)
 
     @skippable(stash=["s"])
     class Branches(nn.Module):

@@ -1,26 +1,20 @@
 """Layers timed by a clock that they wind themselves, so that nothing hangs on how fast a machine is."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from probes.memory import accelerators
-from probes.pipelines import costs
+from pipeline.balance.clocks import wound
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.pipeline.balance import balance_by_time
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still but for what layers add to it."""
-    made = SimpleNamespace(now=0.0, calls=0)
-    for module in (costs, accelerators):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    return made
+    return wound(monkeypatch)
 
 
 class Takes(torch.autograd.Function):
