@@ -22,8 +22,8 @@ from _tables import bar, markdown, publish
 import models
 import torchremat
 import zoo
+from torchremat.measuring.step_record import Run
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.operators import Run
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.search import Search

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from torchremat.planning.devices.overheads import NOMINAL
-from torchremat.planning.profiles.operators import nominal_seconds
+from torchremat.planning.profiles.traces import nominal_seconds
 from torchremat.planning.searches.flows import save_positions
 from torchremat.planning.searches.unit_operators import UnitOperators
 from torchremat.planning.simulator.points import OptionBytes
