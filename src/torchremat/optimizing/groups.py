@@ -11,7 +11,7 @@ the whole step began with, and each part of a group has to leave the same option
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -114,6 +114,20 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
         for group, every in had:
             group["params"] = every
         optimizer.param_groups = groups
+
+
+def slices(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters in parts, none larger than the largest parameter."""
+    every = list(parameters)
+    most = max((one.nbytes for one in every), default=0)
+    some: list[Tensor] = []
+    for one in every:
+        if some and sum(other.nbytes for other in some) + one.nbytes > most:
+            yield some
+            some = []
+        some.append(one)
+    if some:
+        yield some
 
 
 def move_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:
