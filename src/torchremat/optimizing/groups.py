@@ -100,17 +100,17 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
     for one in parameters:
         group = group_of[id(one)]
         chosen.setdefault(id(group), (group, []))[1].append(one)
-    groups = optimizer.param_groups
+    attributes, groups = vars(optimizer), optimizer.param_groups
     had = [(group, group["params"]) for group, _ in chosen.values()]
-    hooks = {name: one for name, one in vars(optimizer).items() if name in _HOOKS}
+    hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
     try:
         for group, some in chosen.values():
             group["params"] = some
         optimizer.param_groups = [group for group, _ in chosen.values()]
-        vars(optimizer).update({name: {} for name in hooks})
+        attributes.update({name: {} for name in hooks})
         bare_step(optimizer)()
     finally:
-        vars(optimizer).update(hooks)
+        attributes.update(hooks)
         for group, every in had:
             group["params"] = every
         optimizer.param_groups = groups

@@ -262,9 +262,11 @@ class PartialSteps:
             self.parameters.give(parameters)
 
     def _check_options(self, parameters: Sequence[Tensor]) -> None:
-        for group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.values():
-            first = self._results.setdefault(id(group), GroupOptions([group]))
-            if found := first.differing():
+        for key, group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.items():
+            first = self._results.get(key)
+            if first is None:
+                self._results[key] = GroupOptions([group])
+            elif found := first.differing():
                 raise UnsupportedError(
                     f"{self.name}: the option {found[0]!r} of a group depends on which parameters step together, so "
                     "its step cannot be made in parts. Remove what releases its gradients or moves its state."
