@@ -172,8 +172,9 @@ class ParameterOffload:
     def _give_rest(self) -> None:
         with self._lock:
             rest = {**self._back, **{id(one): one for one in self._read}}
+            running = {id(one) for run in self._runs.open for one in run.parameters.values()}
             self._read.clear()
-            self.give(rest.values())
+            self.give(one for key, one in rest.items() if key not in running)
             self._back.clear()  # the others leave when their modules have run
 
     def _settle(self) -> None:
