@@ -39,6 +39,7 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_data import Saved
 from torchremat.measuring.saved_report import SavedReport
+from torchremat.optimizing.parameter_offload import ParameterOffload, offload_parameters
 from torchremat.optimizing.release import GradientRelease, last_microbatch, release_gradients
 from torchremat.optimizing.stored_state import OptimizerOffload, offload_optimizer
 from torchremat.pipeline.pipe import Pipe
@@ -104,6 +105,7 @@ __all__ = [
     "Offload",
     "OptimizerOffload",
     "OrderWarning",
+    "ParameterOffload",
     "PeakPartitioner",
     "Pipe",
     "PipelineError",
@@ -150,6 +152,7 @@ __all__ = [
     "name",
     "offload",
     "offload_optimizer",
+    "offload_parameters",
     "plan",
     "release_gradients",
     "run_once",

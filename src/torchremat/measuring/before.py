@@ -13,6 +13,7 @@ from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.storages import address_of, tensors_in
+from torchremat.stores.stored_parameters import StoredParameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def bytes_before(
 
     def bytes_of(tensors: Iterable[object]) -> int:
         total = 0
-        for tensor in tensors_in(list(tensors)):
+        for tensor in tensors_in([one for one in tensors if type(one) is not StoredParameter]):
             storage = tensor.untyped_storage()
             here = tensor.device.type == device.type and device.index in (None, tensor.device.index)
             if here and address_of(storage) not in counted:

@@ -1,4 +1,4 @@
-"""Gradients that are freed in the backward, and optimizer state that waits in a store.
+"""Gradients that are freed in the backward, and optimizer state and parameters that wait in a store.
 
 groups.py         the options of an optimizer's groups, and its step on some of its parameters
 separability.py   whether an optimizer's step is the same on all parameters at once and on one after the other
@@ -11,4 +11,6 @@ release.py        `release_gradients`: each parameter's part of the step, in the
 entries.py        the state of one parameter, of which a store has the tensors
 moving.py         state that comes in ahead of its part of the step, and goes out after it
 stored_state.py   `offload_optimizer`: the state of an optimizer in a store
+module_runs.py    calls of modules whose parameters wait in a store, and the order in which parameters come back
+parameter_offload.py   `offload_parameters`: the parameters of a model in a store
 """

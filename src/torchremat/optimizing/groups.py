@@ -11,7 +11,7 @@ the whole step began with, and each part of a group has to leave the same option
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -100,20 +100,34 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
     for one in parameters:
         group = group_of[id(one)]
         chosen.setdefault(id(group), (group, []))[1].append(one)
-    groups = optimizer.param_groups
+    attributes, groups = vars(optimizer), optimizer.param_groups
     had = [(group, group["params"]) for group, _ in chosen.values()]
-    hooks = {name: one for name, one in vars(optimizer).items() if name in _HOOKS}
+    hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
     try:
         for group, some in chosen.values():
             group["params"] = some
         optimizer.param_groups = [group for group, _ in chosen.values()]
-        vars(optimizer).update({name: {} for name in hooks})
+        attributes.update({name: {} for name in hooks})
         bare_step(optimizer)()
     finally:
-        vars(optimizer).update(hooks)
+        attributes.update(hooks)
         for group, every in had:
             group["params"] = every
         optimizer.param_groups = groups
+
+
+def slices(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters in parts, none larger than the largest parameter."""
+    every = list(parameters)
+    most = max((one.nbytes for one in every), default=0)
+    some: list[Tensor] = []
+    for one in every:
+        if some and sum(other.nbytes for other in some) + one.nbytes > most:
+            yield some
+            some = []
+        some.append(one)
+    if some:
+        yield some
 
 
 def move_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:

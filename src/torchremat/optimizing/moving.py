@@ -14,7 +14,7 @@ state is in memory, however fast the store is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -57,19 +57,6 @@ class StateMover:
         """Put the state of some parameters into the store, and wait until it is out."""
         self._leave(state, parameters)
         self._settle()
-
-    def slices(self, parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield parameters in parts, none larger than the largest parameter."""
-        every = list(parameters)
-        most = max((one.nbytes for one in every), default=0)
-        some: list[Tensor] = []
-        for one in every:
-            if some and sum(other.nbytes for other in some) + one.nbytes > most:
-                yield some
-                some = []
-            some.append(one)
-        if some:
-            yield some
 
     def take(self, state: State, parameters: Sequence[Tensor]) -> None:
         """Bring the state of some parameters back.

@@ -26,10 +26,11 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
-from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on
+from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
 from torchremat.optimizing.rehearsal import marked_rehearsal, undone
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
+from torchremat.stores.stored_parameters import Keeper
 
 if TYPE_CHECKING:
     from torchremat.optimizing.moving import StateMover
@@ -85,6 +86,7 @@ class PartialSteps:
     Attributes:
         release: Steps in the backward, if gradients are released.
         mover: Moves state, if that is in a store.
+        parameters: Moves parameters, if these are.
         names: The names of parameters, by id, for messages.
     """
 
@@ -94,6 +96,7 @@ class PartialSteps:
         check_separable(optimizer)
         self.release: Releasing | None = None
         self.mover: StateMover | None = None
+        self.parameters: Keeper | None = None
         self.names: dict[int, str] = {}
         self._optimizer = ref(optimizer)
         self._before_step = optimizer.register_step_pre_hook(self._before)
@@ -132,7 +135,7 @@ class PartialSteps:
     def end(self) -> None:
         """Leave the optimizer as it was, if neither gradients are released nor state is moved any more."""
         optimizer = self._optimizer()
-        if self.release is None and self.mover is None and optimizer is not None:
+        if self.release is self.mover is self.parameters is None and optimizer is not None:
             self._before_step.remove()
             self._after_step.remove()
             _all.pop(optimizer, None)
@@ -151,8 +154,7 @@ class PartialSteps:
             options = self._open(optimizer)
             is_written = False
             try:
-                if self.mover is not None:
-                    self.mover.take(optimizer.state, parameters)
+                self._take(optimizer, parameters)
                 options.put_back()
                 versions = [one._version for one in parameters]
                 is_written = True
@@ -162,8 +164,7 @@ class PartialSteps:
                 self._check_options(parameters)
                 self._done |= dict.fromkeys(map(id, parameters))
                 is_written = False
-                if self.mover is not None:
-                    self.mover.give(optimizer.state, parameters)
+                self._give(optimizer, parameters)
             except BaseException as error:
                 error.add_note(self._where_it_stands(parameters, is_written=is_written))
                 raise
@@ -189,13 +190,11 @@ class PartialSteps:
                 if task >= 0:
                     at_end_of_backward(self.end_rehearsal)
             made = [one for one in parameters if one not in state]
-            if self.mover is not None:
-                self.mover.take(state, parameters)
+            self._take(optimizer, parameters)
             with undone(state, parameters), _without_autocast(parameters[0].device):
                 step_on(optimizer, parameters, self._rehearsed.group_of)
             self._rehearsed.options.put_back()
-            if self.mover is not None:
-                self.mover.give(state, parameters)
+            self._give(optimizer, parameters)
             for one in made:
                 state.pop(one, None)
             if is_last and self._rehearsed.task < 0:
@@ -204,12 +203,13 @@ class PartialSteps:
     def rehearse_step(self) -> None:
         """Run all parts that a user's `step()` makes of a step, and undo them: none if the backward makes them."""
         optimizer = self._optimizer()
-        if optimizer is None or self.mover is None or self.release is not None:
+        if optimizer is None or self.mover is self.parameters is None or self.release is not None:
             return
-        slices = list(self.mover.slices(_with_gradients(optimizer)))
-        for _ in range(1 if self.mover.knows_order else 2):  # the first one does not know what to bring ahead
-            for number, some in enumerate(slices, 1):
-                self.rehearse(some, is_last=number == len(slices))
+        parts = list(slices(_with_gradients(optimizer)))
+        # The first one does not know what to bring ahead.
+        for _ in range(2 if self.mover is not None and not self.mover.knows_order else 1):
+            for number, some in enumerate(parts, 1):
+                self.rehearse(some, is_last=number == len(parts))
 
     @contextmanager
     def state_made(self) -> Generator[None]:
@@ -253,10 +253,24 @@ class PartialSteps:
                 self.mover.begin(optimizer.state)
         return self._options
 
+    def _take(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        if self.parameters is not None:
+            self.parameters.take(parameters)
+        if self.mover is not None:
+            self.mover.take(optimizer.state, parameters)
+
+    def _give(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        if self.mover is not None:
+            self.mover.give(optimizer.state, parameters)
+        if self.parameters is not None:
+            self.parameters.give(parameters)
+
     def _check_options(self, parameters: Sequence[Tensor]) -> None:
-        for group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.values():
-            first = self._results.setdefault(id(group), GroupOptions([group]))
-            if found := first.differing():
+        for key, group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.items():
+            first = self._results.get(key)
+            if first is None:
+                self._results[key] = GroupOptions([group])
+            elif found := first.differing():
                 raise UnsupportedError(
                     f"{self.name}: the option {found[0]!r} of a group depends on which parameters step together, so "
                     "its step cannot be made in parts. Remove what releases its gradients or moves its state."
@@ -296,8 +310,8 @@ class PartialSteps:
             changed = (*args[:1], _Once(loss, self.name)), {}
         with self._lock:
             options = self._open(optimizer)
-            if self.mover is not None:
-                for some in self.mover.slices(_with_gradients(optimizer)):
+            if self.mover is not None or self.parameters is not None:
+                for some in slices(_with_gradients(optimizer)):
                     self.step(some)
             self._hide(optimizer)
             options.put_back()
@@ -314,6 +328,8 @@ class PartialSteps:
             self._done.clear()
             if self.mover is not None:
                 self.mover.end()
+            if self.parameters is not None:
+                self.parameters.end()
             if self.release is not None:
                 self.release.end_step(optimizer)
 

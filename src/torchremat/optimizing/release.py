@@ -353,7 +353,7 @@ def release_gradients(
                 f"release_gradients: {steps.name} has a hook that runs before its step. Parameters would have been "
                 "written by then, and gradients be gone."
             )
-        shared = [one for one in parameters_of([optimizer]) if _is_released(one)]
+        shared = [one for one in parameters_of([optimizer]) if is_released(one)]
         if shared:
             raise UnsupportedError(
                 f"release_gradients: {len(shared)} parameters of this {steps.name} are another optimizer's as well, "
@@ -392,6 +392,7 @@ def _check_reduction(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _is_released(parameter: Tensor) -> bool:
+def is_released(parameter: Tensor) -> bool:
+    """Return whether the gradients of a parameter are released."""
     hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(one, ReleasingHook) for one in hooks.values())

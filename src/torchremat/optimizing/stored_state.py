@@ -111,9 +111,7 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2*
             one already.
         StoreError: The store is strict, and has no room for the state that exists.
     """
-    if isinstance(store, type) or not callable(getattr(store, "put", None)):
-        found = store.__name__ if isinstance(store, type) else repr(store)
-        raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")
+    check_store(store)
     steps = partial_steps(optimizer)
     if steps.mover is not None:
         raise UnsupportedError(
@@ -132,3 +130,10 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2*
         raise
     steps.mover = mover
     return OptimizerOffload(steps, optimizer, mover)
+
+
+def check_store(store: object) -> None:
+    """Raise an UnsupportedError if a user's `store` is none."""
+    if isinstance(store, type) or not callable(getattr(store, "put", None)):
+        found = store.__name__ if isinstance(store, type) else repr(store)
+        raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")

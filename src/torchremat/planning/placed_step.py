@@ -10,6 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.optimizing.parameter_offload import keeps_in_store
 from torchremat.planning.devices.fakes import placed
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.peers.peers import peers_of
@@ -42,6 +43,11 @@ class PlacedStep:
     def __init__(self, model: nn.Module, step: Step, options: PlanOptions) -> None:
         self._began_s = time.perf_counter()
         self.model, self.options = model, options
+        if keeps_in_store(model):
+            raise UnsupportedError(
+                "parameters of this model wait in a store (torchremat.offload_parameters), which no plan counts. Plan "
+                "first, apply the plan, and call offload_parameters then."
+            )
         self.machine, self.profiled, self.subject = placed(model, step, options.optimizer, options.device, options.on)
         self.peers = peers_of(model)
         if options.stores and self.peers.are_several:

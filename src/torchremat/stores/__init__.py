@@ -25,4 +25,6 @@ catalog.py     saved tensors by storage and version
 slots.py       saved tensors of which backward needs only the shape or a mask
 narrowing.py   how such a tensor is recognised when it is saved
 offloading.py  the saved tensors of a block of code, put into a store
+
+stored_parameters.py   a parameter whose values a store has
 """

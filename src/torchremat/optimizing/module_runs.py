@@ -1,0 +1,76 @@
+"""Calls of modules whose parameters wait in a store, and the order in which parameters come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+
+from torchremat.measuring.storages import address_of
+
+
+class ModuleRun(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+        module: The module.
+        has_pushed: Whether hooks for its saved tensors were set.
+        parameters: The parameters that are in memory for it, by the address of their memory.
+    """
+
+    module: nn.Module
+    has_pushed: bool
+    parameters: dict[int, Tensor]
+
+    def add(self, parameter: Tensor) -> None:
+        """Add a parameter."""
+        self.parameters[address_of(parameter.untyped_storage())] = parameter
+
+
+class ModuleRuns(threading.local):
+    """The calls that run in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[ModuleRun] = []
+
+
+class ReturnOrder:
+    """In which order parameters come back, as learned from the steps before."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, bool] | None = None
+        self._next: dict[tuple[int, bool], ReferenceType[Tensor]] = {}
+
+    def after(self, parameter: Tensor, *, in_backward: bool) -> Tensor | None:
+        """Take note of a parameter, and return the one that came after it last time."""
+        if self._last is not None:
+            self._next[self._last] = ref(parameter)
+        self._last = id(parameter), in_backward
+        found = self._next.get(self._last)
+        return None if found is None else found()
+
+
+class ModuleHook:
+    """A hook of a module. That of a copy does nothing: the parameters of a copied model are in memory."""
+
+    def __init__(self, run: Callable[[nn.Module], None] | None = None) -> None:
+        self._run = run
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it does anything."""
+        return self._run is not None
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        """Run, as torch calls it."""
+        if self._run is not None:
+            self._run(module)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()

@@ -1,0 +1,348 @@
+"""`offload_parameters`: the parameters of a model in a store, while their modules do not run.
+
+    a module begins             its parameters come in; what its nodes save of them is a `SavedView`
+    it ends                     they leave
+    a node of the backward      what it has saved comes in
+    a gradient is complete      the parameter leaves, with `release_gradients` after its part of the step
+    the backward ends           what has come in without a gradient leaves
+    `optimizer.step()`          parameters come in slice by slice, and leave           partial_steps.py
+    any other read              it comes in, and leaves when another one is read, or when a module ends
+
+Each of them brings the parameter back by the same rule, see NOTE [ A parameter that is not in memory ]. So when values
+leave is a matter of bytes and seconds alone: too early costs another way through the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import partial
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchremat._compat.autograd import (
+    at_end_of_backward,
+    current_graph_task,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
+from torchremat._compat.dynamo import is_compiled, outside_graphs
+from torchremat._compat.modes import except_traced
+from torchremat._compat.transforms import is_transformed, without_wrappers
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.communication import is_reduced_in_buckets
+from torchremat.measuring.optimizers import Optimizer
+from torchremat.measuring.storages import address_of
+from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder
+from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.optimizing.release import is_released
+from torchremat.optimizing.stored_state import check_store
+from torchremat.stores.base import land, settle
+from torchremat.stores.held import Kept
+from torchremat.stores.stored_parameters import (
+    SavedView,
+    bring_back,
+    can_leave,
+    handle_of,
+    put_away,
+)
+from torchremat.tensors.handles import Handle, Store
+
+
+class ParameterOffload:
+    """The parameters of a model in a store; see `offload_parameters`, which makes it.
+
+    A context manager: at its end, or with `remove()`, all parameters are in memory again.
+
+    Attributes:
+        store: The store.
+    """
+
+    def __init__(self, store: Store, min_bytes: int, steps: PartialSteps | None) -> None:
+        self.store = store
+        self._min_bytes = min_bytes
+        self._steps = steps
+        self._hooks: list[RemovableHandle] = []
+        self._known: dict[int, ReferenceType[Tensor]] = {}
+        self._runs = ModuleRuns()
+        self._lock = threading.RLock()  # autograd runs a thread for each device
+        self._read: list[Tensor] = []  # what was read last while no module ran
+        self._back: dict[int, Tensor] = {}  # have come in, and did not leave when they were to
+        self._stepping: list[Tensor] = []  # have a gradient, and make their part of the step next
+        self._ends: set[int] = set()  # the backwards at whose end all of `_back` leaves
+        self._leaving: list[tuple[Handle, Tensor]] = []
+        self._order = ReturnOrder()
+
+    def begin(self, parts: Iterable[tuple[nn.Module, bool]]) -> None:
+        """Put parameters away, and follow the calls of their modules.
+
+        Args:
+            parts: The modules, each with whether the parameters of its children run with it.
+        """
+        for module, is_whole in parts:
+            enter = ModuleHook(partial(self._enter, is_whole=is_whole))
+            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+            self.give(module.parameters(is_whole))
+        self._settle()
+
+    def remove(self) -> None:
+        """Bring all parameters back, and let them stay. May be called twice.
+
+        Raises:
+            StoreError: One cannot be brought back; the others are unchanged.
+        """
+        self.take([one for own in self._known.values() if (one := own()) is not None])
+        self._settle()
+        for hook in self._hooks:
+            hook.remove()
+        for held in (self._hooks, self._known, self._read, self._back, self._stepping):
+            held.clear()
+        if self._steps is not None and self._steps.parameters is self:
+            self._steps.parameters = None
+            self._steps.end()
+
+    def __enter__(self) -> ParameterOffload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<ParameterOffload of {len(self._known)} parameters to {self.store!r}>"
+
+    # ---------------------------------------------------------------------------------------------------- in and out
+
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Bring parameters back.
+
+        Raises:
+            StoreError: One cannot be brought back.
+        """
+        for one in parameters:
+            bring_back(one)
+
+    def give(self, parameters: Iterable[Tensor]) -> None:
+        """Put parameters away; what other code holds stays, and is tried again later.
+
+        Raises:
+            StoreError: The store is strict, and has no room. What it has not taken is in memory.
+        """
+        with self._lock:
+            left: list[tuple[Handle, Tensor]] = []
+            for one in parameters:
+                if one.nbytes >= self._min_bytes and can_leave(one):
+                    self._watch(one)
+                    gone = put_away(one, self.store, self)
+                    left += gone
+                    if not gone:
+                        self._back[id(one)] = one
+            if left:
+                before, self._leaving = self._leaving, left
+                for handle, _ in before:
+                    settle(handle)
+
+    def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
+        """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
+        task = current_graph_task()
+        with self._lock:
+            if is_read and self._runs.open:
+                self._runs.open[-1].add(parameter)
+            elif is_read:
+                last, self._read = self._read, [parameter]
+                self.give(one for one in last if one is not parameter)
+            if task >= 0 and task not in self._ends:
+                self._ends.add(task)
+                at_end_of_backward(partial(self._end, task))
+            following = self._order.after(parameter, in_backward=task >= 0)
+        handle = None if following is None else handle_of(following)
+        if handle is not None:
+            handle.prefetch()
+
+    def end(self) -> None:
+        """Put away what has come back, and wait until all is out."""
+        self._stepping.clear()
+        self._give_rest()
+        self._settle()
+
+    def _give_rest(self) -> None:
+        with self._lock:
+            rest = {**self._back, **{id(one): one for one in self._read}}
+            running = {id(one) for run in self._runs.open for one in run.parameters.values()}
+            self._read.clear()
+            self.give(one for key, one in rest.items() if key not in running)
+            self._back.clear()  # the others leave when their modules have run
+
+    def _settle(self) -> None:
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        for handle, _ in leaving:
+            settle(handle)
+        if leaving:
+            land(self.store, all_of_it=True)
+
+    def _watch(self, parameter: Tensor) -> None:
+        found = self._known.get(id(parameter))
+        if found is None or found() is not parameter:
+            self._known[id(parameter)] = ref(parameter)
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._complete))
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    @outside_graphs
+    def _enter(self, module: nn.Module, *, is_whole: bool) -> None:
+        """Bring the parameters of a module back, which begins to run."""
+        # Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
+        pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
+        if pushes:
+            push_saved_tensor_hooks(except_traced(self._pack), _unpack)
+        run = ModuleRun(module, pushes, {})
+        self._runs.open.append(run)
+        for one in module.parameters(is_whole):
+            own = without_wrappers(one)  # `functional_call` under a transform
+            bring_back(own)
+            if own.nbytes >= self._min_bytes and can_leave(own):
+                run.add(own)
+
+    @outside_graphs
+    def _leave(self, module: nn.Module) -> None:
+        """Put away what came back for a module, which has run or has raised."""
+        while self._runs.open:
+            run = self._runs.open.pop()  # of another module, if that was interrupted
+            if run.has_pushed:
+                pop_saved_tensor_hooks()
+            self.give(run.parameters.values())  # in a recompute, too: other code holds what its nodes need next
+            if run.module is module:
+                break
+        if current_graph_task() < 0:
+            self._give_rest()
+
+    @outside_graphs
+    def _pack(self, tensor: Tensor) -> SavedView | Kept:
+        address = address_of(tensor.untyped_storage()) if type(tensor) in _PLAIN else -1
+        for run in reversed(self._runs.open):
+            parameter = run.parameters.get(address)
+            if parameter is not None and SavedView.is_of(parameter, tensor):
+                return SavedView(parameter, tensor)
+        return Kept(tensor)
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    @outside_graphs
+    def _complete(self, parameter: Tensor) -> None:
+        done = [parameter]
+        if is_released(parameter):  # its part of the step comes before or after this hook
+            done, self._stepping = self._stepping, done
+        self.give(done)
+
+    def _end(self, task: int) -> None:
+        self._ends.discard(task)
+        self.end()
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+@outside_graphs
+def _unpack(saved: SavedView | Kept | Tensor) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.get()
+
+
+def offload_parameters(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    store: Store,
+    *,
+    modules: Iterable[nn.Module] | None = None,
+    min_bytes: int = 2**15,
+) -> ParameterOffload:
+    """Keep the parameters of a model in a store, and bring those of each module back while it runs.
+
+    They are in memory in the forward of their module, in its backward until their gradients are complete, and in their
+    part of the optimizer's step. Code that reads one at any other time finds its values: `state_dict()`, an average of
+    the parameters, `copy.deepcopy`. The training loop stays as it is, and each step is bit for bit the plain one,
+    unless the store is lossy. Gradients and state stay in memory, unless `release_gradients` and `offload_optimizer`
+    are called as well.
+
+    >>> import torch
+    >>> from torchremat import Host
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8192, 1), torch.nn.Linear(1, 8192))
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> host = Host()
+    >>> with offload_parameters(model, optimizer, host):
+    ...     model(torch.ones(3, 8192)).sum().backward()
+    ...     optimizer.step()
+    ...     host.statistics.stored_bytes  # two weights and a bias of 8192 floats
+    98304
+
+    Args:
+        model: The model, as it is called.
+        optimizer: Steps on its parameters, slice by slice; a plain one, not one around others. None for a model that is
+            not trained.
+        store: Such as `Host()`, `Disk()` or `Tiers(...)`. `Compressed` with a lossy codec makes parameters lossy.
+        modules: The parameters of each, and of all its children, come and go together. If not given, those that each
+            module of the model has itself.
+        min_bytes: Smaller parameters stay in memory.
+
+    Raises:
+        UnsupportedError: A parameter is of a class of its own, as those of FSDP2 are; a DistributedDataParallel has
+            them; a module is compiled or a ScriptModule; the parameters are in a store already; the step of this
+            optimizer cannot be made in parts; `store` is not a store.
+        StoreError: The store is strict, and has no room.
+    """
+    check_store(store)
+    given = None if modules is None else list(modules)
+    _check_model(model, given)
+    steps = None if optimizer is None else partial_steps(optimizer)
+    own = ParameterOffload(store, min_bytes, steps)
+    try:
+        if steps is not None:
+            if steps.is_open:
+                raise UnsupportedError(
+                    "offload_parameters: a backward has released gradients. Call `optimizer.step()` first."
+                )
+            steps.names |= {id(one): name for name, one in model.named_parameters()}
+            steps.parameters = own
+        own.begin([(one, True) for one in given] if given is not None else [(one, False) for one in model.modules()])
+    except BaseException:
+        own.remove()
+        raise
+    return own
+
+
+def keeps_in_store(model: nn.Module) -> bool:
+    """Return whether parameters of a model wait in a store while their modules do not run."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any(isinstance(one, ModuleHook) and one.is_active for one in hooks)
+
+
+def _check_model(model: nn.Module, given: list[nn.Module] | None) -> None:
+    every = list(model.modules())
+    unknown = [type(one).__name__ for one in given or () if all(one is not other for other in every)]
+    if unknown:
+        raise UnsupportedError(f"offload_parameters(modules=...): a {unknown[0]} is no module of the model.")
+    for one in every:
+        if is_compiled(one) or isinstance(one, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"offload_parameters: a {type(one).__name__} is compiled, and its code reads parameters without asking "
+                "for them. Use the plain module."
+            )
+    if keeps_in_store(model):
+        raise UnsupportedError("offload_parameters: parameters of this model are in a store already.")
+    parameters = list(model.named_parameters())
+    if is_reduced_in_buckets(one for _, one in parameters):
+        raise UnsupportedError(
+            "offload_parameters: a DistributedDataParallel has these parameters, and reads them in C++. FSDP2 keeps a "
+            "shard of each in every process."
+        )
+    for name, one in parameters:
+        if type(one) is not nn.Parameter:
+            raise UnsupportedError(
+                f"offload_parameters: {name} is a {type(one).__name__}, whose memory belongs to its class. Only plain "
+                "parameters can wait in a store."
+            )

@@ -1,0 +1,262 @@
+"""A parameter whose values a store has.
+
+NOTE [ A parameter that is not in memory ]
+It is the same object, with the same gradient, hooks, version and options. What is different:
+
+    its class     `StoredParameter`. Whatever reads it in Python, an operator, a method, an attribute, brings the values
+                  back first, and finds a plain parameter
+    its memory    one NaN, of its shape by strides of 0: what code in C++ reads that does not ask Python. Without memory
+                  (`resize_(0)`) such a read would end the process
+
+Its values leave only if no other code can see their memory: no other tensor lies in it, and no node has saved it. A
+node that saves it while a module of an offload runs gets a `SavedView` instead. So values that other code holds, in an
+entry of a `state_dict`, say, stay and change with the training, as they do without a store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.modes import without_torch_function
+from torchremat._compat.tensors import holders_in_torch, tensors_in
+from torchremat._compat.transforms import below_transforms
+from torchremat.ambient.hidden import hiding
+from torchremat.errors import UnsupportedError
+from torchremat.stores.base import Content, content_of
+from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.structure import tensors_in as tensors_of
+from torchremat.tensors.versioned import Versioned
+
+_lock = threading.RLock()  # a backward has a thread for each device
+
+
+class Keeper(Protocol):
+    """What decides when parameters are in memory."""
+
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Bring parameters back."""
+        ...
+
+    def give(self, parameters: Iterable[Tensor]) -> None:
+        """Put parameters away that no other code holds."""
+        ...
+
+    def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
+        """Take note of a parameter that is in memory again, as code has read it or as `bring_back` was asked to."""
+        ...
+
+    def end(self) -> None:
+        """Put away what has come back, and wait until all is out."""
+        ...
+
+
+class StoredParameter(nn.Parameter):
+    """A parameter that is not in memory. See NOTE [ A parameter that is not in memory ]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Bring back all values among the arguments, unless the call reads none; then run it."""
+        kwargs = kwargs or {}
+        if func in _READ_NO_VALUES:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        found = [one for one in tensors_of((args, kwargs)) if type(one) is StoredParameter]
+        if not found:
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)}: somewhere in its arguments is a parameter that "
+                "torchremat.offload_parameters keeps in a store. Pass it by itself, or in a list or dict."
+            )
+        held: list[Tensor] = []  # none of them may leave before the call
+        for one in found:
+            bring_back(one, is_read=True)
+            held.append(one.detach())
+        del held
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        bring_back(self, is_read=True)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        bring_back(self, is_read=True)
+        return nn.Parameter.__reduce_ex__(self, proto)
+
+
+_READ_NO_VALUES = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize", "_version", "grad", "grad_fn"),
+            *("requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
+            *("_backward_hooks", "_post_accumulate_grad_hooks"),
+        )
+    ),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_post_accumulate_grad_hooks")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
+    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    *(torch.zeros_like, torch.empty_like),
+}
+
+
+class _StoredValues(NamedTuple):
+    """Where the values of a parameter are."""
+
+    handle: Handle
+    content: Content
+    keeper: Keeper
+    parameter: ReferenceType[Tensor]
+
+
+# By the id of the parameter. Not an attribute of it: a recompute gives a parameter the attributes that it had.
+_stored: dict[int, _StoredValues] = {}
+
+
+def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
+    """Bring the values of a parameter back, if a store has them.
+
+    Args:
+        parameter: The parameter.
+        is_read: Whether code reads it that will not say when it is done.
+
+    Raises:
+        StoreError: They cannot be brought back. The parameter is as before.
+    """
+    if type(parameter) is not StoredParameter:
+        return
+    with _lock:
+        stored = _stored.get(id(parameter))
+        if stored is None:  # another thread has done it
+            return
+        with _plainly():
+            parameter.data = stored.content.back(stored.handle.get())
+        cast("Any", parameter).__class__ = nn.Parameter
+        del _stored[id(parameter)]
+    stored.keeper.came_back(parameter, is_read=is_read)
+
+
+def handle_of(parameter: Tensor) -> Handle | None:
+    """Return a store's claim on the values of a parameter; None if they are in memory."""
+    stored = _stored.get(id(parameter))
+    return None if stored is None else stored.handle
+
+
+def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Handle, Tensor]]:
+    """Put the values of a parameter into a store, unless other code sees their memory or the store has no room.
+
+    Returns:
+        The store's claim and the values, which the store may go on reading; nothing if they have stayed.
+
+    Raises:
+        StoreError: The store is strict, and has no room. The parameter is in memory.
+    """
+    with _lock:
+        if not can_leave(parameter) or not _is_alone(parameter):
+            return []
+        if parameter.device.type != "cpu" and accelerator_of(parameter.device).is_capturing():
+            raise UnsupportedError("offload_parameters: a graph that is captured would read memory that is freed.")
+        with _plainly():
+            values = parameter.detach()
+            content = content_of(values)
+            handle = store.put(content.line(values))
+            if handle is None:
+                return []
+            gone = ref(parameter, partial(_forget, id(parameter)))
+            stored = _StoredValues(handle, content, keeper, gone)
+            parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+        _stored[id(parameter)] = stored
+        cast("Any", parameter).__class__ = StoredParameter
+        return [(handle, values)]
+
+
+def _forget(key: int, _: object) -> None:
+    _stored.pop(key, None)
+
+
+def can_leave(parameter: Tensor) -> bool:
+    """Return whether a parameter is one whose values can be put away and brought back as they were."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.is_leaf
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()  # a gradient is laid out by the strides of its parameter
+        and parameter.device.type != "meta"
+        and not parameter.is_inference()
+        and not (parameter.device.type == "cpu" and parameter.is_shared())
+    )
+
+
+def _is_alone(parameter: Tensor) -> bool:
+    # The node that adds up gradients owns the parameter as long as a graph leads to it; `edge` owns the node.
+    with torch.inference_mode(mode=False), below_transforms():
+        edge = get_gradient_edge(parameter) if parameter.requires_grad else None
+    storage = [parameter.untyped_storage()]
+    return holders_in_torch(parameter) == (edge is not None) and tensors_in(storage) == 1
+
+
+@contextmanager
+def _plainly() -> Generator[None]:
+    """Run our own operators on the values themselves, in whatever context a parameter is read."""
+    with (
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        below_transforms(),
+        hiding(),
+        without_torch_function(),
+    ):
+        yield
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+class SavedView:
+    """The object that autograd holds in place of a parameter, or of a view of one, that a node has saved."""
+
+    __slots__ = ("_offset", "_parameter", "_size", "_stride", "_version")
+
+    def __init__(self, parameter: Tensor, tensor: Tensor) -> None:
+        self._parameter = parameter
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._version = tensor._version
+
+    @staticmethod
+    def is_of(parameter: Tensor, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory of a parameter, and is read as the parameter is."""
+        return (
+            type(parameter) is nn.Parameter
+            and parameter.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            and parameter.dtype == tensor.dtype
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
+
+    def get(self) -> Tensor:
+        """Return the view.
+
+        Raises:
+            MutationError: The parameter was written in place since.
+            StoreError: It cannot be brought back.
+        """
+        bring_back(self._parameter, is_read=True)
+        values = Versioned(self._parameter, self._version).get().detach()
+        return values.as_strided(self._size, self._stride, self._offset)
