@@ -48,12 +48,16 @@ def _frozen(_set_aside):
 
 
 _modules = 0
+_MANY = 20_000
 
 
 @pytest.fixture(autouse=True)
 def _imported():
-    """The same with what was imported since: the first test that needs inductor brings more than all before."""
-    if len(sys.modules) != _modules:
+    """The same with what was imported since, and with what tests of a module share: planners with all their profiles.
+
+    The first test that needs inductor brings more than all before, and planning collects garbage many times.
+    """
+    if len(sys.modules) != _modules or len(gc.get_objects(generation=2)) > _MANY:
         _freeze()
 
 
