@@ -48,7 +48,7 @@ def _frozen(_set_aside):
 
 
 _modules = 0
-_MANY = 20_000
+_MANY = 5_000
 
 
 @pytest.fixture(autouse=True)

@@ -73,9 +73,9 @@ def test_a_plan_counts_what_is_there(prepare, gradients, budget, begun):
     plan.apply(model)
     step(model, optimizer)
     measured = measured_peak(model, optimizer)
-    # Gradients that are not released come during the backward, and a plan counts them from its beginning.
-    assert measured <= 1.001 * plan.peak_bytes
-    assert prepare is PREPARED["stored"][0] or measured >= 0.999 * plan.peak_bytes
+    # A plan counts gradients from the beginning: those that are not released come during the backward, and those that
+    # wait need not be there at the peak.
+    assert plan.peak_bytes - plan.before_bytes["gradients"] <= measured <= plan.peak_bytes
     plain, _, _ = trained(lambda *_: None, steps=4 if begun else 2)
     assert equal([*model.parameters()], [*plain.parameters()])
 
@@ -103,7 +103,7 @@ def test_state_that_comes_ahead_is_counted_before_it_exists(begun):
     plan.apply(model)
     step(model, optimizer)
     measured = measured_peak(model, optimizer)
-    assert 0.999 * plan.peak_bytes <= measured <= plan.peak_bytes
+    assert plan.peak_bytes - plan.before_bytes["gradients"] <= measured <= plan.peak_bytes
 
 
 def test_the_smallest_budget_is_smaller_by_what_is_not_there():
