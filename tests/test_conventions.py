@@ -54,9 +54,13 @@ INSIDE = sorted(MODULES.keys() - DOORS)
 
 
 @cache
+def nodes_in(path):
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def nodes_of(name):
-    """All nodes of the syntax tree of a module."""
-    return list(ast.walk(ast.parse(MODULES[name].read_text())))
+    return nodes_in(MODULES[name])
 
 
 def imported(name, node):
@@ -234,7 +238,7 @@ OPEN |= {"torchremat.reports.bars", "torchremat.reports.plots"}
 
 def private_modules(path):
     """The private modules that a file of tests imports, or names where it puts something else into them."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_in(path)
     found = {target for node in nodes for target in imported("torchremat", node)}
     for node in nodes:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
@@ -257,18 +261,17 @@ def test_at_most_a_third_of_the_test_files_know_private_modules():
 
 
 def test_each_probe_is_used():
-    probes = {path: ast.parse(path.read_text()).body for path in (ROOT / "tests" / "probes").glob("*.py")}
     offered = {
         (f"probes.{path.stem}", alias.asname or alias.name)
-        for path, body in probes.items()
-        for node in body
+        for path in (ROOT / "tests" / "probes").glob("*.py")
+        for node in nodes_in(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     used = {
         (node.module, alias.name)
         for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_in(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
