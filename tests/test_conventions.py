@@ -147,6 +147,25 @@ def test_files_and_functions_are_short():
     assert {name: lines for name, lines in functions.items() if lines > 80} == {}
 
 
+def listed(name):
+    """What the docstring of a package lists: files and folders, two spaces before what they are for."""
+    heads = re.findall(r"^ *((?:\w+(?:\.py|/)?(?:, )?)+)  +\S", ast.get_docstring(nodes_of(name)[0]), re.MULTILINE)
+    return [one for head in heads for one in head.split(", ")]
+
+
+def test_packages_list_their_files():
+    packages = {name: path.parent for name, path in MODULES.items() if path.name == "__init__.py"}
+    del packages["torchremat"]  # docs/how-it-works.md has its parts
+    missing, gone = {}, {}
+    for name, folder in packages.items():
+        files = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        missing[name] = sorted(files - {"__init__", *(one.removesuffix(".py").rstrip("/") for one in listed(name))})
+        gone[name] = [one for one in listed(name) if one.endswith((".py", "/")) and not (folder / one).exists()]
+
+    assert {name: found for name, found in missing.items() if found} == {}
+    assert {name: found for name, found in gone.items() if found} == {}
+
+
 def is_private(name):
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
