@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -12,6 +13,10 @@ from versions import NEEDS_SAVED_TENSORS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("KINETO_LOG_LEVEL", None)  # tests read what torch's profiler writes
+
+# A process that a shell has started in the background ignores it, and tests raise it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests run in two processes, and a kernel that changes its number of threads changes its order of summation.
 torch.set_num_threads(1)
@@ -48,12 +53,16 @@ def _frozen(_set_aside):
 
 
 _modules = 0
+_MANY = 5_000
 
 
 @pytest.fixture(autouse=True)
 def _imported():
-    """The same with what was imported since: the first test that needs inductor brings more than all before."""
-    if len(sys.modules) != _modules:
+    """The same with what was imported since, and with what tests of a module share: planners with all their profiles.
+
+    The first test that needs inductor brings more than all before, and planning collects garbage many times.
+    """
+    if len(sys.modules) != _modules or len(gc.get_objects(generation=2)) > _MANY:
         _freeze()
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from logs import Log
+from probes.regions import drawn, generator_states
 from regions.comparing import leaf, live_regions, same
 from torchremat import checkpoint, checkpointed
-from torchremat.ambient.generators import drawn, generator_states
 
 
 def test_dropout_draws_the_same_again():

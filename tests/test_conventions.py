@@ -54,9 +54,13 @@ INSIDE = sorted(MODULES.keys() - DOORS)
 
 
 @cache
+def nodes_in(path):
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def nodes_of(name):
-    """All nodes of the syntax tree of a module."""
-    return list(ast.walk(ast.parse(MODULES[name].read_text())))
+    return nodes_in(MODULES[name])
 
 
 def imported(name, node):
@@ -141,6 +145,25 @@ def test_files_and_functions_are_short():
 
     assert {name: lines for name, lines in files.items() if lines > 400} == {}
     assert {name: lines for name, lines in functions.items() if lines > 80} == {}
+
+
+def listed(name):
+    """What the docstring of a package lists: files and folders, two spaces before what they are for."""
+    heads = re.findall(r"^ *((?:\w+(?:\.py|/)?(?:, )?)+)  +\S", ast.get_docstring(nodes_of(name)[0]), re.MULTILINE)
+    return [one for head in heads for one in head.split(", ")]
+
+
+def test_packages_list_their_files():
+    packages = {name: path.parent for name, path in MODULES.items() if path.name == "__init__.py"}
+    del packages["torchremat"]  # docs/how-it-works.md has its parts
+    missing, gone = {}, {}
+    for name, folder in packages.items():
+        files = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        missing[name] = sorted(files - {"__init__", *(one.removesuffix(".py").rstrip("/") for one in listed(name))})
+        gone[name] = [one for one in listed(name) if one.endswith((".py", "/")) and not (folder / one).exists()]
+
+    assert {name: found for name, found in missing.items() if found} == {}
+    assert {name: found for name, found in gone.items() if found} == {}
 
 
 def is_private(name):
@@ -234,7 +257,7 @@ OPEN |= {"torchremat.reports.bars", "torchremat.reports.plots"}
 
 def private_modules(path):
     """The private modules that a file of tests imports, or names where it puts something else into them."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_in(path)
     found = {target for node in nodes for target in imported("torchremat", node)}
     for node in nodes:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
@@ -257,18 +280,17 @@ def test_at_most_a_third_of_the_test_files_know_private_modules():
 
 
 def test_each_probe_is_used():
-    probes = {path: ast.parse(path.read_text()).body for path in (ROOT / "tests" / "probes").glob("*.py")}
     offered = {
         (f"probes.{path.stem}", alias.asname or alias.name)
-        for path, body in probes.items()
-        for node in body
+        for path in (ROOT / "tests" / "probes").glob("*.py")
+        for node in nodes_in(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     used = {
         (node.module, alias.name)
         for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_in(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

@@ -12,10 +12,10 @@ NEEDS_SAVED_TENSORS = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_make_saved_tensor"), reason="this torch cannot make a SavedTensor"
 )
 NEEDS_OWN_SENDS = pytest.mark.skipif(
-    IS_OLD, reason="torch 2.11 sends between stages that meet in one process, which gloo cannot do"
+    IS_OLD, reason="this torch, as 2.11, sends between stages that meet in one process, which gloo cannot do"
 )
 NEEDS_SPLIT_FUNCTIONS = pytest.mark.skipif(
-    IS_OLD, reason="torch 2.11 cannot split the backward of a custom Function into inputs and weights"
+    IS_OLD, reason="this torch, as 2.11, cannot split the backward of a custom Function into inputs and weights"
 )
 
 

@@ -184,9 +184,16 @@ def test_a_plan_for_several_backwards_clips_by_value_and_releases_in_the_last(tm
 # ------------------------------------------------------------------------------------------------------- the choice
 
 
-def test_a_budget_that_the_plain_step_fits_gets_the_plain_plan_and_no_other_profile():
+@pytest.fixture(scope="module")
+def plainly():
+    """A planner of the plain step."""
     model, optimizer, loss_of = made()
-    plain = torchremat.plan(model, loss_of, budget="100%", optimizer=optimizer)
+    return torchremat.Planner(model, loss_of, optimizer=optimizer)
+
+
+def test_a_budget_that_the_plain_step_fits_gets_the_plain_plan_and_no_other_profile(plainly):
+    model, optimizer, loss_of = made()
+    plain = plainly.plan("100%")
     planner = torchremat.Planner(model, loss_of, optimizer=optimizer, release_gradients="auto", optimizer_store=Disk())
     runs = planner.subject.runs
 
@@ -240,21 +247,19 @@ def test_the_seconds_of_ways_are_those_that_a_step_waits_for():
     assert seconds.added_s(ways_of_stepping(releases=False, stores=True)[-1], backward_s=30.0) == 10.0
 
 
-def test_shares_are_of_the_plain_step():
+def test_shares_are_of_the_plain_step(plainly):
     model, optimizer, loss_of = made()
-    plain = torchremat.Planner(model, loss_of, optimizer=optimizer)
-    budgets = "60%", "50% of activations"
+    shares = {share: plainly.plan(share).budget_bytes for share in ("60%", "50% of activations")}
 
     for options in ({"release_gradients": True}, {"release_gradients": "auto", "optimizer_store": Host()}):
         planner = torchremat.Planner(model, loss_of, optimizer=optimizer, **options)
-        for budget in budgets:
-            assert planner.plan(budget).budget_bytes == plain.plan(budget).budget_bytes
-        assert planner.plain_peak() == plain.plain_peak()
+        assert {share: planner.plan(share).budget_bytes for share in shares} == shares
+        assert planner.plain_peak() == plainly.plain_peak()
 
 
-def test_a_frontier_goes_below_the_plain_floor():
+def test_a_frontier_goes_below_the_plain_floor(plainly):
     model, optimizer, loss_of = made()
-    plain = torchremat.frontier(model, loss_of, optimizer=optimizer, points=6)
+    plain = plainly.frontier(points=6)
 
     found = torchremat.frontier(
         model, loss_of, optimizer=optimizer, points=6, release_gradients="auto", optimizer_store=Disk()
@@ -411,11 +416,9 @@ def test_verify_compares_gradients_that_are_released(below, begun, monkeypatch):
         assert torchremat.verify(model, loss_of, optimizer=optimizer).is_exact is False
 
 
-def test_fit_confirms_by_a_real_step():
+def test_fit_confirms_by_a_real_step(below):
     model, optimizer, loss_of = made()
-    smallest = torchremat.Planner(
-        model, loss_of, optimizer=optimizer, release_gradients=True, optimizer_store=Disk()
-    ).floor_bytes
+    smallest = below[0].floor_bytes
 
     torchremat.fit(
         model, loss_of, budget=smallest, optimizer=optimizer, release_gradients="auto", optimizer_store=Disk()

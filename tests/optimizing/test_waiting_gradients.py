@@ -71,7 +71,8 @@ def test_as_many_bytes_are_in_memory_as_may_wait():
     with record_allocations(torch.device("cpu")) as recorder:
         loss.backward()
 
-    assert 3 * 2**18 <= recorder.trace.peak_bytes <= 3 * 2**18 + 2**13
+    # A row of 256 floats comes in as gradient and another one goes out; the loss has one of its own.
+    assert recorder.trace.peak_bytes == 3 * 2**18 + 2 * 1024 + 4
 
 
 def test_small_gradients_wait_unless_the_user_says_otherwise():
@@ -127,7 +128,7 @@ def test_a_plan_counts_what_waits(batch_bytes):
     counts = plan.before_bytes["gradients"]
     assert batch_bytes <= counts < 2 * batch_bytes + 1
     plan.apply(model)
-    assert plan.peak_bytes - counts - 2048 <= measured_peak(model, optimizer) <= plan.peak_bytes
+    assert plan.peak_bytes - counts <= measured_peak(model, optimizer) <= plan.peak_bytes
 
 
 @pytest.mark.parametrize("batch_bytes", [-1, 1.5, "1MiB"])

@@ -1,5 +1,6 @@
 """Orders of a pipeline as data, what a simulated one costs, and the parts of a pipe that tests stand in for."""
 
+from torchremat.interop.torchgpipe.gpipe import verify_module
 from torchremat.pipeline import copying, streams
 from torchremat.pipeline.balance import costs
 from torchremat.pipeline.cells import precede

@@ -2,6 +2,7 @@
 
 from torchremat._compat.autograd import current_graph_task, make_saved_tensor, top_saved_tensor_hooks
 from torchremat._compat.modes import EagerMode, dispatch_modes
+from torchremat.ambient.generators import drawn, generator_states
 from torchremat.ambient.hidden import hidden
 from torchremat.policies.ordinals import asked_about, save_ordinals
 from torchremat.regions import calls

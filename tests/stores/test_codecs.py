@@ -5,14 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from probes.stores import pack_bits, pack_bits_anywhere, spread_bits
 from stores.conformance import filled, same
-from torchremat import UnsupportedError
-from torchremat.stores.codecs import BFloat16, Codec, Float8, Form, Int8, LossyCodec, MaskBits, NarrowIndices, TwoValues
-from torchremat.stores.codecs.lossless import pack_bits, pack_bits_anywhere, spread_bits
+from torchremat import UnsupportedError, codecs
 from turns import in_turn
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-LOSSY = [BFloat16(), Int8(), Int8(group=16), Int8(group=10**7), Float8(), Float8(group=32)]
+LOSSY = [
+    codecs.BFloat16(),
+    codecs.Int8(),
+    codecs.Int8(group=16),
+    codecs.Int8(group=10**7),
+    codecs.Float8(),
+    codecs.Float8(group=32),
+]
 
 
 def round_trip(codec, tensor):
@@ -33,10 +39,10 @@ def round_trip(codec, tensor):
 def test_masks_take_a_bit_for_each_element():
     mask = filled((3, 7, 5), torch.bool)
 
-    encoded = MaskBits().encode(mask)
+    encoded = codecs.MaskBits().encode(mask)
 
     assert encoded.payload.nbytes == 14  # 105 bits
-    assert torch.equal(round_trip(MaskBits(), mask), mask)
+    assert torch.equal(round_trip(codecs.MaskBits(), mask), mask)
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=70))
@@ -70,17 +76,17 @@ def test_bits_are_the_same_however_they_are_packed(values):
 def test_indices_take_the_fewest_bytes_that_hold_them(least, most, dtype, width):
     ends = torch.tensor([least, most], dtype=dtype).repeat(40)
 
-    encoded = NarrowIndices().encode(ends)
+    encoded = codecs.NarrowIndices().encode(ends)
 
     assert encoded.payload.nbytes == 80 * width
-    assert torch.equal(round_trip(NarrowIndices(), ends), ends)
+    assert torch.equal(round_trip(codecs.NarrowIndices(), ends), ends)
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9), st.sampled_from([0, 4, 8, 16, 32, 50]))
 def test_indices_come_back(values, shift):
     tensor = torch.tensor([value >> shift for value in values])
 
-    back = round_trip(NarrowIndices(), tensor)
+    back = round_trip(codecs.NarrowIndices(), tensor)
 
     assert back is None or torch.equal(back, tensor)
 
@@ -89,7 +95,7 @@ def test_indices_come_back(values, shift):
     ("ends", "dtype"), [([0, 2**32], torch.int64), ([0, 65536], torch.int32), ([-128, 256], torch.int16)]
 )
 def test_indices_that_need_their_bytes_stay(ends, dtype):
-    assert NarrowIndices().encode(torch.tensor(ends, dtype=dtype).repeat(9)) is None
+    assert codecs.NarrowIndices().encode(torch.tensor(ends, dtype=dtype).repeat(9)) is None
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -98,31 +104,31 @@ def test_two_values_take_a_bit_for_each_element(pair, dtype):
     mask = filled((7, 40), torch.bool)
     tensor = torch.where(mask, *torch.tensor(pair, dtype=dtype))
 
-    encoded = TwoValues().encode(tensor)
+    encoded = codecs.TwoValues().encode(tensor)
 
     assert encoded.payload.nbytes == 35
-    assert same(TwoValues().decode(encoded.payload, encoded.form), tensor)
+    assert same(codecs.TwoValues().decode(encoded.payload, encoded.form), tensor)
 
 
 def test_a_third_value_anywhere_is_not_lost():
     tensor = torch.zeros(1000)
     tensor[::2] = 1.0
 
-    assert TwoValues().encode(tensor) is not None
+    assert codecs.TwoValues().encode(tensor) is not None
     for where in (0, 1, 2, 17, 998, 999):
         third = tensor.clone()
         third[where] = -0.0 if third[where] == 0.0 else 1.0000001
-        assert TwoValues().encode(third) is None
+        assert codecs.TwoValues().encode(third) is None
 
 
 def test_a_second_value_that_comes_late():
     tensor = torch.ones(10_000)
     tensor[9_999] = 3.0
 
-    assert same(round_trip(TwoValues(), tensor), tensor)
+    assert same(round_trip(codecs.TwoValues(), tensor), tensor)
 
 
-@pytest.mark.parametrize("codec", [MaskBits(), NarrowIndices(), TwoValues()], ids=repr)
+@pytest.mark.parametrize("codec", [codecs.MaskBits(), codecs.NarrowIndices(), codecs.TwoValues()], ids=repr)
 @pytest.mark.parametrize(
     "dtype", [*FLOATS, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str
 )
@@ -179,10 +185,10 @@ def test_lossy_codecs_keep_to_their_bound_on_ordinary_numbers(codec, dtype):
     encoded = assert_within_bound(codec, tensor)
 
     # bfloat16 is for float32 alone, and groups as large as this would be 4 MB of scales for nothing.
-    assert encoded == (not isinstance(codec, BFloat16) or dtype is torch.float32)
+    assert encoded == (not isinstance(codec, codecs.BFloat16) or dtype is torch.float32)
 
 
-@pytest.mark.parametrize("codec", [Int8(), Float8(), Float8(group=4_000_000)], ids=repr)
+@pytest.mark.parametrize("codec", [codecs.Int8(), codecs.Float8(), codecs.Float8(group=4_000_000)], ids=repr)
 def test_tensors_that_are_encoded_in_parts(codec):
     # More than three parts of 2**21 elements, and groups that end inside a part.
     tensor = torch.randn(3 * 2**21 + 77)
@@ -193,7 +199,12 @@ def test_tensors_that_are_encoded_in_parts(codec):
 
 @pytest.mark.parametrize(
     ("codec", "bytes_of_float32"),
-    [(BFloat16(), 2048), (Int8(), 1024 + 8 * 4), (Int8(group=512), 1024 + 2 * 4), (Float8(), 1028)],
+    [
+        (codecs.BFloat16(), 2048),
+        (codecs.Int8(), 1024 + 8 * 4),
+        (codecs.Int8(group=512), 1024 + 2 * 4),
+        (codecs.Float8(), 1028),
+    ],
 )
 def test_bytes_of_lossy_codecs(codec, bytes_of_float32):
     assert codec.encode(torch.randn(32, 32)).payload.nbytes == bytes_of_float32
@@ -203,35 +214,42 @@ def test_bounds_that_are_written_down():
     tensor = torch.tensor([1.0, -100.0, 0.0]).repeat(200)
 
     # To six digits; beyond them are the roundings of the arithmetic.
-    assert BFloat16().bound(tensor)[:3].tolist() == pytest.approx([2**-8, 100 * 2**-8, 0], rel=1e-6)
-    assert Int8().bound(tensor)[:3].tolist() == pytest.approx([100 / 252] * 3, rel=1e-3)
-    assert Float8().bound(tensor)[:3].tolist() == pytest.approx([1 / 16, 100 / 16, 100 / 425984], abs=1e-3)
+    assert codecs.BFloat16().bound(tensor)[:3].tolist() == pytest.approx([2**-8, 100 * 2**-8, 0], rel=1e-6)
+    assert codecs.Int8().bound(tensor)[:3].tolist() == pytest.approx([100 / 252] * 3, rel=1e-3)
+    assert codecs.Float8().bound(tensor)[:3].tolist() == pytest.approx([1 / 16, 100 / 16, 100 / 425984], abs=1e-3)
 
 
 def test_finite_numbers_stay_finite_in_bfloat16():
     largest = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, float("inf")] * 9)
 
-    back = round_trip(BFloat16(), largest)
+    back = round_trip(codecs.BFloat16(), largest)
 
     assert back[:3].tolist() == [torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).min, float("inf")]
 
 
-@pytest.mark.parametrize("make", [lambda: Int8(group=15), lambda: Int8(group=0), lambda: Float8(group=1)])
+@pytest.mark.parametrize(
+    "make", [lambda: codecs.Int8(group=15), lambda: codecs.Int8(group=0), lambda: codecs.Float8(group=1)]
+)
 def test_groups_that_save_nothing_are_refused(make):
     with pytest.raises(UnsupportedError, match=r"group=\d+ saves no bytes, .* Use 16 or more"):
         make()
 
 
 def test_a_codec_is_what_has_its_methods():
-    assert all(isinstance(codec, Codec) for codec in [MaskBits(), NarrowIndices(), TwoValues(), *LOSSY])
-    assert [isinstance(codec, LossyCodec) for codec in [MaskBits(), *LOSSY]] == [False] + [True] * len(LOSSY)
-    assert Form(torch.Size([2]), torch.float32) == Form(torch.Size([2]), torch.float32, ())
+    assert all(
+        isinstance(codec, codecs.Codec)
+        for codec in [codecs.MaskBits(), codecs.NarrowIndices(), codecs.TwoValues(), *LOSSY]
+    )
+    assert [isinstance(codec, codecs.LossyCodec) for codec in [codecs.MaskBits(), *LOSSY]] == [False] + [True] * len(
+        LOSSY
+    )
+    assert codecs.Form(torch.Size([2]), torch.float32) == codecs.Form(torch.Size([2]), torch.float32, ())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", [MaskBits(), NarrowIndices(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("codec", [codecs.MaskBits(), codecs.NarrowIndices(), *LOSSY], ids=repr)
 def test_codecs_on_a_device_agree_with_those_on_the_host(codec):
-    dtype = {MaskBits: torch.bool, NarrowIndices: torch.int64}.get(type(codec), torch.float32)
+    dtype = {codecs.MaskBits: torch.bool, codecs.NarrowIndices: torch.int64}.get(type(codec), torch.float32)
     tensor = hard(torch.float32, 5000, 0) if dtype is torch.float32 else filled((5000,), torch.bool).to(dtype)
 
     encoded = codec.encode(tensor.cuda())

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from probes.stores import pack_bits
 from torchremat._compat.flags import deterministic_kernels
-from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)

@@ -1,1 +1,58 @@
-"""Live bytes, flops and the timeline of one training step."""
+"""Live bytes, flops and the timeline of one training step.
+
+A step of the user, run without a trace:
+
+step.py             the step: its result, the objects that it holds, and steps that use these up
+arguments.py        which of two arguments is the model, and which the step
+untouched.py        a run without side effects
+writes.py           the tensors that a step writes
+interrupts.py       no Ctrl-C while state is restored
+optimizers.py       the optimizer of a step, and its step run alone
+heap.py             the garbage collector kept off objects that are not ours
+exhaustion.py       out-of-memory errors
+threads.py          steps that call modules in their own threads
+tracebacks.py       errors of the step without our frames
+callers.py          the line of user code that runs an operator
+
+Allocations and frees:
+
+bindings.py            private names of torch
+traces.py              allocations and frees in order, with marks between
+allocator.py           recorded on any device
+profiled.py            those of the CPU, by torch's profiler
+history.py             those of CUDA, by its allocator
+glances.py             a recording that yields to any other
+tracker.py             the live bytes of tensors, without the allocator
+storages.py            the storages of a tensor
+simulation.py          the allocator and the clock of an absent device
+simulated_contents.py  contents of storages without data
+
+One step, measured:
+
+before.py            live storages before the step
+communication.py     memory of data parallelism
+modules.py           the running module, and the calls of modules
+interception.py      the forward of every module, routed through one function
+flops.py             flops as operators run
+formulas.py          flops of operators that torch's registry lacks
+lines.py             the running operator and its line of user code
+timeline.py          live bytes over the step
+runs.py              the runs that make up a measurement
+measurement_data.py  its figures
+measurement.py       `measure`
+measured_page.py     as a page and as a trace
+pictures.py          picture files
+curves.py            as a picture
+
+The saved tensors of a forward:
+
+dropping.py      forwards from which autograd keeps nothing
+packed.py        the bytes behind the packed objects that autograd holds
+saving.py        a watched forward
+inventory.py     the saved tensors at its end
+keeping.py       `saved`
+freeing.py       the bytes that regions would free
+saved_data.py    the saved tensors as data
+saved_text.py    as text
+saved_report.py  as a report
+"""

@@ -33,6 +33,7 @@ rules.py             when a region holds, stops and releases, as functions that 
 decisions.py         the policy protocol, and its answers
 selective/           outputs that a policy keeps in a region: their cache, their watchers, the mode that sees operators
 calls.py             one call in a region: everything needed to run it again
+inputs.py            where the values of calls come from, so that a recompute can pass them again
 values.py            the check of values
 recording.py         the notes of a region about its forward, as data
 slots.py             autograd's placeholders for saved tensors

@@ -25,9 +25,12 @@ saving.py              the values to save for a peak within a limit
 
 Loops:
 
-binomial.py  a known number of equal steps
-online.py    a number of steps that is not known
-loops.py     how many carries wait, and how many steps are recorded at once
+binomial.py     a known number of equal steps
+uneven.py       steps that take different times
+online.py       a number of steps that is not known
+hierarchies.py  carries that may wait in stores
+mixtures.py     bytes that hold carries or recorded steps
+loops.py        how many carries wait, and how many steps are recorded at once
 
 Pipelines:
 

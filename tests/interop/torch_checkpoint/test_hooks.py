@@ -20,6 +20,7 @@ from torchremat.interop import torch_checkpoint as ours
 from torchremat.interop.torch_checkpoint.contexts import Hooks
 
 MATMULS = [torch.ops.aten.mm.default]
+TORCH_RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(torchs.checkpoint).parameters
 contexts = partial(ours.create_selective_checkpoint_contexts, MATMULS)
 
 
@@ -213,9 +214,7 @@ def test_hooks_that_keep_what_they_are_given():
         kept.get()
 
 
-@pytest.mark.skipif(
-    "respect_saved_tensors_hooks" not in inspect.signature(torchs.checkpoint).parameters, reason="torch 2.13 and older"
-)
+@pytest.mark.skipif(not TORCH_RESPECTS, reason="this torch's own contexts know nothing of hooks; those of 2.14 do")
 def test_torchs_own_contexts_cannot(function):
     own = partial(torchs.create_selective_checkpoint_contexts, MATMULS)
 
@@ -302,9 +301,7 @@ def test_a_decorator_of_nothing_that_can_be_called():
         ours.checkpoint(None, leaf(3), use_reentrant=False)
 
 
-@pytest.mark.skipif(
-    "respect_saved_tensors_hooks" in inspect.signature(torchs.checkpoint).parameters, reason="torch 2.14"
-)
+@pytest.mark.skipif(TORCH_RESPECTS, reason="this torch's own operator has the option, as that of 2.14")
 def test_where_torchs_own_operator_runs_the_option_is_not_dropped():
     # It was: a recorded region left the hooks out without a word.
     def contexts():

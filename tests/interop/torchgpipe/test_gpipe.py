@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from probes.pipelines import verify_module
 from torchremat.interop import torchgpipe
 from torchremat.interop.torchgpipe import GPipe
-from torchremat.interop.torchgpipe.gpipe import verify_module
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,9 @@ context managers switch both. PyTorch 1.0's form works as well: the module-wide 
 `checkpoint_sequential` with several inputs.
 
 Intended differences: docs/migration.md.
+
+contexts.py   the context managers: `context_fn`, `checkpoint` as a decorator, `GraphExecGroup`
+selective.py  a policy in the form of two context managers
 """
 
 from __future__ import annotations

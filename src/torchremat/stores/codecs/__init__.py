@@ -1,5 +1,9 @@
 """Codecs: how a tensor is held in fewer bytes.
 
+codec.py     the interface of a codec
+lossless.py  codecs that lose nothing
+lossy.py     codecs that lose digits
+
 Lossless codecs, which `Compressed` applies wherever they fit: `MaskBits`, `TwoValues`, `NarrowIndices`.
 Lossy codecs, each with a declared bound, which it applies only on request: `BFloat16`, `Float8`, `Int8`.
 """
