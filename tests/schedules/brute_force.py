@@ -9,7 +9,7 @@ import random
 from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Stage
 
 
-def make_option(saved=2, *, input=True, external=False, cost=0, peak=3, stopped=2, back=3):
+def make_option(saved=2, *, input=True, external=False, cost=0, peak=3, stopped=2, back=3, **more):
     return Option(
         saved_bytes=saved,
         saves_input=input,
@@ -18,6 +18,7 @@ def make_option(saved=2, *, input=True, external=False, cost=0, peak=3, stopped=
         forward_peak_bytes=peak,
         truncated_peak_bytes=stopped,
         backward_peak_bytes=back,
+        **more,
     )
 
 
@@ -35,9 +36,9 @@ def make_stage(*options, forward=1, truncated=1, linked=1, external=0, output=1,
 
 
 def random_chain(seed, stages, options):
-    draw = random.Random(f"{seed} {stages} {options}")
+    draw, alone = random.Random(f"{seed} {stages} {options}"), random.Random(f"alone {seed} {stages} {options}")
 
-    def option():
+    def option(number):
         return make_option(
             draw.randint(0, 6),
             input=draw.random() < 0.6,
@@ -46,12 +47,13 @@ def random_chain(seed, stages, options):
             peak=draw.randint(0, 9),
             stopped=draw.randint(0, 7),
             back=draw.randint(0, 9),
+            is_region=number > 0 and alone.random() < 0.3,
         )
 
     def stage():
         forward = draw.randint(0, 6)
         return make_stage(
-            *(option() for _ in range(options)),
+            *map(option, range(options)),
             forward=forward,
             truncated=draw.randint(0, forward),
             linked=draw.choice([0, 1, 1, 2, 4]),
@@ -127,7 +129,7 @@ def evaluate(chain, forest):
                 option = stage.options[child[1]]
                 peak = option.truncated_peak_bytes if last else option.forward_peak_bytes
                 live.append(base + sum(holds) + linked + peak)
-                costs.append(stage.truncated if last else stage.forward)
+                costs.append((0 if option.is_region else stage.truncated) if last else stage.forward)
                 holds.append(option.saved_bytes + (linked if option.saves_input else 0))
             else:
                 holds.append(linked)

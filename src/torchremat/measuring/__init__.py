@@ -16,23 +16,23 @@ callers.py          the line of user code that runs an operator
 
 Allocations and frees:
 
-bindings.py            private names of torch
-traces.py              allocations and frees in order, with marks between
-allocator.py           recorded on any device
-profiled.py            those of the CPU, by torch's profiler
-history.py             those of CUDA, by its allocator
-glances.py             a recording that yields to any other
-tracker.py             the live bytes of tensors, without the allocator
-storages.py            the storages of a tensor
-simulation.py          the allocator and the clock of an absent device
-simulated_contents.py  contents of storages without data
+bindings.py    private names of torch
+traces.py      allocations and frees in order, with marks between
+allocator.py   recorded on any device
+profiled.py    those of the CPU, by torch's profiler
+history.py     those of CUDA, by its allocator
+glances.py     a recording that yields to any other
+tracker.py     the live bytes of tensors, without the allocator
+storages.py    the storages of a tensor
+simulation.py  the allocator and the clock of an absent device
 
 One step, measured:
 
 before.py            live storages before the step
 communication.py     memory of data parallelism
-modules.py           the running module, and the calls of modules
-interception.py      the forward of every module, routed through one function
+modules.py           the running module, and the calls of modules, all routed through one function
+step_record.py       a step as one list of events
+recorder.py          the dispatch mode that records it
 flops.py             flops as operators run
 formulas.py          flops of operators that torch's registry lacks
 lines.py             the running operator and its line of user code
@@ -41,7 +41,6 @@ runs.py              the runs that make up a measurement
 measurement_data.py  its figures
 measurement.py       `measure`
 measured_page.py     as a page and as a trace
-pictures.py          picture files
 curves.py            as a picture
 
 The saved tensors of a forward:

@@ -94,8 +94,7 @@ class Waiting:
     """The owners for which a region has been recomputed, and which of them ask for a tensor again.
 
     Attributes:
-        owners: The backwards and sessions, with the first save that is recomputed for each.
-            See NOTE [ A recompute in parts ].
+        owners: The backwards and sessions, each with the first save that is there, see NOTE [ A recompute in parts ].
         stays_for: The backward whose recomputed tensors stay: see `let_go`.
     """
 

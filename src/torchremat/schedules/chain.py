@@ -37,7 +37,7 @@ class Option:
             own saved bytes and saved inputs included).
         nests: Whether a stage inside a region can be kept this way; the first option of a stage must allow it.
         is_region: Whether the stage is a region by itself then, which its backward recomputes at `cost`: a recompute
-            that ends with the stage takes its inputs, and does not run it.
+            that ends with the stage only takes its inputs, which costs nothing.
     """
 
     saved_bytes: int

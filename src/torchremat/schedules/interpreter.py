@@ -33,9 +33,9 @@ from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Tree
 #      its option saves that, but not of the region's first stage (the region holds it); it costs `forward`. A nested
 #      region holds the linked input of its first stage (again not of the outer region's first stage), its stages save
 #      nothing, and each costs `forward`. External inputs add nothing: the outermost region holds them.
-#   7. Early stop. A recompute ends at its last save. If the last child is a kept stage, it costs `truncated` and has
-#      the truncated peak; if it is a nested region, or its option is one, its stages do not run at all, and only its
-#      linked input is held.
+#   7. Early stop. A recompute ends at its last save. If the last child is a kept stage, it costs `truncated`, or
+#      nothing if its option is a region, and has the truncated peak; if it is a nested region, its stages do not run at
+#      all, and only its linked input is held.
 #
 # The cost of a tree is the sum over rules 5 and 6, its peak the highest number of rules 3 to 5.
 #

@@ -6,12 +6,14 @@ flows.py             the operators of a step or unit as a dataflow
 replays.py           the bytes of a region that holds some operators' outputs, and of its backward
 unit_operators.py    the operators of a unit, and what holding some of them takes
 options.py           ways of keeping a part of a unit
+cuts.py              where a unit's recompute is cut into parts, and what each part needs
 inter_call_saves.py  tensors that a unit's own code saves between the calls inside it
 granularity.py       units split into the calls inside them
 storing.py           which kept units go to a store, and when
 loosening.py         replacements for a node that recompute less, and lower bounds on the peak of the changed tree
 search_budget.py     the time limit of the search, and the progress that an observer is given
 solver.py            the best tree for one profile
-search.py            the search: whole units, units split, units stored
+dividing.py          the best tree with recomputes in parts
+search.py            the search: whole units, units split, units stored, recomputes in parts
 microbatches.py      the trees for a part of a model that holds several microbatches, and the bytes of one
 """
