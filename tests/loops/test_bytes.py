@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logs import Count
+from probes.planning import Bandwidth, Speed
 from torchremat import BudgetError, Disk, Host, loop, measure
 
 ELEMENTS = 2**16
@@ -86,7 +87,7 @@ def test_a_budget_is_kept_to_the_byte_with_times_of_steps(carries, block):
 def test_a_store_holds_the_carries_that_the_schedule_says():
     wave, store = Wave(), Disk()
 
-    _, schedule = wave.peak_bytes(slots=4, stores=(store,))
+    _, schedule = wave.peak_bytes(slots=4, stores=(store,), transfer_steps=1)
 
     # The peak in memory is not the same each time: a carry is there until the disk has it.
     places = list(schedule.hierarchy.first_places().values())
@@ -136,6 +137,80 @@ def test_stores_with_limits_are_used_in_order_and_never_refuse(host, disk, budge
     assert [one.refused for one in statistics] == [0, 0]
     assert [one.stored_bytes for one in statistics] == [0, 0]
     assert statistics[0].peak_stored_bytes == host * CARRY
+
+
+class Store:
+    """A store in memory whose tensors are said to take some seconds each."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.puts = 0
+
+    def put(self, tensor):
+        self.puts += 1
+        return Host(pin=False).put(tensor)
+
+
+@pytest.mark.parametrize("options", [{"slots": 2}, {"budget": 4 * CARRY}])
+@pytest.mark.parametrize(("seconds", "steps"), [(1e4, None), (1e-12, 0.0)])
+def test_the_times_of_stores_are_measured_in_steps(monkeypatch, options, seconds, steps):
+    wave, runs, schedules, measured, store = Wave(), Count(), [], [], Store(seconds)
+
+    def speed_of(store, device, payload, limit_bytes):
+        measured.append((device.type, payload.tensors, limit_bytes))
+        each = Bandwidth(tensor_s=store.seconds, byte_s=0.0, busy_tensor_s=0.0, busy_byte_s=0.0)
+        return Speed(out=each, back=each, spread=0.0, measured_bytes=CARRY)
+
+    def body(h, _):
+        runs.up()
+        return wave.body(h, _)
+
+    def trained(**more):
+        wave.w.grad, before, more = None, runs.value, {"on_schedule": schedules.append, **options, **more}
+        last, _ = loop(body, wave.h0.clone(), length=12, stores=(store,), **more)
+        last.sum().backward()
+        assert runs.value == before + 12 + schedules[-1].recomputed_steps
+        return wave.w.grad
+
+    monkeypatch.setattr("torchremat.loops.transfers.measured_speed", speed_of)
+    given = trained(transfer_steps=1)
+    assert torch.equal(trained(), given)
+    assert torch.equal(trained(), given)
+
+    assert measured == [("cpu", ((CARRY, torch.float32),), None)]  # once for each store and size
+    (first, found, _), writes = schedules, [one.hierarchy.traffic().writes for one in schedules]
+    assert first.stores[0].write_steps == first.stores[0].read_steps == 0.5
+    assert store.puts == sum(writes)
+    assert writes[0] > 0
+    if steps is None:  # far more than any step takes
+        assert found.stores[0].write_steps == found.stores[0].read_steps >= 2**10
+        assert found.stores[0].write_steps.hex().startswith("0x1.0000000000000p")  # a power of two
+        assert writes[1:] == [0, 0]
+    else:
+        assert found.stores[0].write_steps == found.stores[0].read_steps == steps
+        assert writes[1] >= writes[0]
+    assert all(one.saved_bytes is None or one.saved_bytes <= 4 * CARRY for one in schedules)
+
+
+def test_a_real_store_is_measured_and_gradients_are_the_same():
+    wave, store = Wave(), Host(pin=False)
+    loop(wave.body, wave.h0, length=40, slots=3, stores=(store,), transfer_steps=1)[0].sum().backward()
+    given, wave.w.grad = wave.w.grad, None
+
+    loop(wave.body, wave.h0, length=40, slots=3, stores=(store,))[0].sum().backward()
+
+    assert torch.equal(wave.w.grad, given)
+    assert store.statistics.stored_bytes == 0
+
+
+def test_while_a_step_is_measured_a_move_counts_as_half_a_step():
+    wave, schedules = Wave(), []
+
+    options = {"slots": 3, "stores": (Store(0.0),), "on_schedule": schedules.append}
+    measure(lambda: loop(wave.body, wave.h0, length=40, **options)[0].sum())
+
+    assert schedules
+    assert [(one.stores[0].write_steps, one.stores[0].read_steps) for one in schedules] == [(0.5, 0.5)] * len(schedules)
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])

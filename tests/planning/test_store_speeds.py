@@ -9,9 +9,9 @@ import models
 import torchremat
 from planning.test_stores_in_plans import Counting, budget_of
 from torchremat._compat import accelerators
+from torchremat.measuring import store_speeds
+from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.planning.searches.storing import Storing
-from torchremat.planning.store_profiles import speeds
-from torchremat.planning.store_profiles.speeds import Payload, measured_speed
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def clock(monkeypatch):
     def compute(_self, times):
         clock.now += times * UNIT_S
 
-    monkeypatch.setattr(speeds._Timed, "_compute", compute)
+    monkeypatch.setattr(store_speeds._Timed, "_compute", compute)
     return clock
 
 

@@ -1,6 +1,7 @@
 """Trees as data, what planning makes of a model on the way to them, and what it predicts."""
 
 from torchremat._compat.inductor import partitioner_for_inductor
+from torchremat.measuring.store_speeds import Bandwidth, Speed
 from torchremat.planning import bars, fitting, profiled_step
 from torchremat.planning.compiling import partitioning
 from torchremat.planning.compiling.trials import measured_workspaces
@@ -46,7 +47,7 @@ from torchremat.planning.searches.unit_operators import unit_operators
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
-from torchremat.planning.simulator.offload_choices import Bandwidth, OffloadChoice, Speed, StoredUnit
+from torchremat.planning.simulator.offload_choices import OffloadChoice, StoredUnit
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.parts import PartsSimulator, recomputed_ahead
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward

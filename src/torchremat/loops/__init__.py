@@ -10,6 +10,7 @@ checking.py    what the body may return
 outputs.py     the outputs of all steps
 watching.py    what one step saves, and what the last one keeps
 forward.py     steps as regions
+transfers.py   what it takes to move a carry to a store, measured
 requests.py    what the caller asks for
 ways.py        plainly, with a known length, with one that is not known, within a budget
 running.py     the function that users call

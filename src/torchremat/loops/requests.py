@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchremat.errors import UnsupportedError
+from torchremat.loops.transfers import move_steps
 from torchremat.schedules.hierarchies import StoreCost
 from torchremat.schedules.loops import LoopSchedule
 from torchremat.stores.base import statistics_of
@@ -32,7 +34,7 @@ class LoopRequest:
     slots: int | None
     budget: int | str | None
     stores: tuple[Store, ...]
-    transfer_steps: float | tuple[float, ...]
+    transfer_steps: float | tuple[float, ...] | None
     step_costs: tuple[float, ...] | None
     on_schedule: Callable[[LoopSchedule], object] | None
 
@@ -65,7 +67,8 @@ class LoopRequest:
                 )
             if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in self.step_costs):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
                 raise UnsupportedError("loop: step_costs= has to be the times of the steps, numbers from 0 on.")
-        times = self.transfer_steps if isinstance(self.transfer_steps, tuple) else (self.transfer_steps,)
+        given = 0.0 if self.transfer_steps is None else self.transfer_steps
+        times = given if isinstance(given, tuple) else (given,)
         if not all(isinstance(one, int | float) and one >= 0 for one in times):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             raise UnsupportedError(f"loop: transfer_steps={self.transfer_steps!r}: expected a number of steps.")
         if isinstance(self.transfer_steps, tuple) and len(times) != len(self.stores):
@@ -80,14 +83,24 @@ class LoopRequest:
         assert self.budget is not None
         return parse_bytes(self.budget)
 
-    def store_costs(self, carry_bytes: int, block: int) -> tuple[StoreCost, ...]:
-        """Return what the stores have and take for carries of so many bytes, in blocks of so many steps."""
-        times = self.transfer_steps
-        if not isinstance(times, tuple):
-            times = (times,) * len(self.stores)
+    def store_costs(self, tensors: Sequence[Tensor], block: int, step_s: float | None) -> tuple[StoreCost, ...]:
+        """Return what the stores have and take for carries, in blocks of so many steps.
+
+        Args:
+            tensors: The tensors of a carry.
+            block: The steps of a block.
+            step_s: The seconds of a step, if measured.
+        """
+        given = self.transfer_steps
+        if given is None:
+            moves = [move_steps(store, tensors, step_s) for store in self.stores]
+        else:
+            times = given if isinstance(given, tuple) else (given,) * len(self.stores)
+            moves = [(time / 2, time / 2) for time in times]
+        size_bytes = sum(one.nbytes for one in tensors)
         return tuple(
-            StoreCost(room=_room(store, carry_bytes), write_steps=time / 2 / block, read_steps=time / 2 / block)
-            for store, time in zip(self.stores, times, strict=True)
+            StoreCost(room=_room(store, size_bytes), write_steps=write / block, read_steps=read / block)
+            for store, (write, read) in zip(self.stores, moves, strict=True)
         )
 
     def steps(self, slices: int | None) -> int | None:

@@ -37,7 +37,7 @@ def loop(
     slots: int | None = None,
     budget: int | str | None = None,
     stores: Sequence[Store] = (),
-    transfer_steps: float | Sequence[float] = 1.0,
+    transfer_steps: float | Sequence[float] | None = None,
     step_costs: Sequence[float] | None = None,
     check: Check = "metadata",
     check_every: int = 1,
@@ -75,7 +75,7 @@ def loop(
             once, as an int or like `"2GiB"`. Both are measured in the first step.
         stores: Where carries wait beyond the slots, the fastest first: `[Host("1GiB"), Disk()]`. Their limits are kept.
         transfer_steps: How long it takes to write a carry to a store and to read it, in steps; or a time for each
-            store. With a longer time fewer carries go there.
+            store. With a longer time fewer carries go there. Measured if not given, in the first step that runs.
         step_costs: How long each step takes, in any unit, if they differ. Neither with `stores` nor with a `condition`.
         check: As for `checkpointed`. On the CPU the values of the first step are compared in any case but `"none"`.
         check_every: As for `checkpointed`.
@@ -99,7 +99,7 @@ def loop(
         slots=slots,
         budget=budget,
         stores=tuple(stores),
-        transfer_steps=transfer_steps if isinstance(transfer_steps, int | float) else tuple(transfer_steps),
+        transfer_steps=tuple(transfer_steps) if isinstance(transfer_steps, Sequence) else transfer_steps,
         step_costs=None if step_costs is None else tuple(step_costs),
         on_schedule=on_schedule,
     )

@@ -8,11 +8,13 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
 from torchremat.loops.forward import Body, Forward
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
 from torchremat.loops.stretches import Stretches
+from torchremat.loops.transfers import may_be_timed
 from torchremat.loops.watching import Keeping, Measuring, StepBytes
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
@@ -109,17 +111,19 @@ class OnlineWay:
         return self._forward.run(index, carry, tensors, place=0 if in_slot else None, settings=self._settings)
 
 
-class BudgetedWay:
-    """Measures the first step, and runs the others as the budget allows.
+class MeasuredWay:
+    """Measures the first step, and runs the others by what it has shown.
 
     Args:
         forward: Runs steps as regions.
-        follow: Returns the way for the other steps, given the bytes of the first.
+        follow: Returns the way for the other steps, given the bytes of the first, and its seconds.
+        is_timed: Whether the seconds are measured.
     """
 
-    def __init__(self, forward: Forward, follow: Callable[[StepBytes], Way]) -> None:
+    def __init__(self, forward: Forward, follow: Callable[[StepBytes, float | None], Way], *, is_timed: bool) -> None:
         self._forward = forward
         self._follow = follow
+        self._is_timed = is_timed
         self._measuring = Measuring()
         self._way: Way | None = None
 
@@ -135,10 +139,14 @@ class BudgetedWay:
             return self._way.run(index, carry, tensors)
         forward, measuring = self._forward, self._measuring
         settings = replace(forward.settings, observer=measuring)
+        device = tensors[0].device
+        clock = accelerator_of(device).seconds if self._is_timed else None
+        start_s = clock(device) if clock else 0.0
         output = forward.run(index, carry, tensors, place=0, settings=settings)
+        step_s = max(clock(device) - start_s, 1e-9) if clock else None
         following = tensors_in(cast("tuple[object, ...]", output)[:1]) if isinstance(output, tuple) else []
         if len(following) == len(tensors):  # else the check of the carry says so
-            self._way = self._follow(measuring.end(tensors, following))
+            self._way = self._follow(measuring.end(tensors, following), step_s)
             if isinstance(self._way, KnownWay):
                 self._way.take_first(tensors)
         return output
@@ -164,16 +172,18 @@ def way_of(
     """
     forward = Forward(body, slices, Stretches(len(tensors), new_region(settings).held_tensor), settings)
     stores = [offload(store, window_bytes=0) for store in request.stores]
+    with_slots = LoopSchedule(steps=steps, slots=request.slots or 1, step_costs=request.step_costs)
 
-    def follow(schedule: LoopSchedule) -> Way:
+    def follow(schedule: LoopSchedule, step_s: float | None) -> Way:
         if stores:
-            costs = request.store_costs(sum(one.nbytes for one in tensors), schedule.block)
-            schedule = replace(schedule, stores=costs)
+            schedule = replace(schedule, stores=request.store_costs(tensors, schedule.block, step_s))
         if request.on_schedule is not None:
             request.on_schedule(schedule)
         return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, stores)
 
-    def within(found: StepBytes) -> Way:
+    def within(found: StepBytes, step_s: float | None) -> Way:
+        if request.slots is not None:
+            return follow(with_slots, step_s)
         most = steps or request.max_length or 0
         budget_bytes = request.budget_bytes - most * found.state
         if budget_bytes < 1:
@@ -185,8 +195,9 @@ def way_of(
         schedule = within_bytes(
             steps, *sizes, shared_bytes=found.shared, mixes=not stores, step_costs=request.step_costs
         )
-        return follow(replace(schedule, state_bytes=found.state))
+        return follow(replace(schedule, state_bytes=found.state), step_s)
 
-    if request.slots is None:
-        return BudgetedWay(forward, within)
-    return follow(LoopSchedule(steps=steps, slots=request.slots, step_costs=request.step_costs))
+    is_timed = bool(stores) and request.transfer_steps is None and may_be_timed(tensors)
+    if request.slots is None or is_timed:
+        return MeasuredWay(forward, within, is_timed=is_timed)
+    return follow(with_slots, None)

@@ -3,7 +3,7 @@
 profiles/   the behaviour and the bytes of a step, measured in one run of it
 exactness/  whether the recompute of each unit repeats its forward
 peers/      the processes that train one model together
-store_profiles/  payloads and speeds of stores
+store_profiles/  payloads of stores
 devices/    the same for an absent device, without running the step
 simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
 searches/   the search for trees, operators and stores

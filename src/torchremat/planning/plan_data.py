@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torchremat.measuring.store_speeds import Speed
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.forecasts import Forecast
 from torchremat.planning.layout import Calls, HeldOperators
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.simulator.offload_choices import Speed, StoredUnit
+from torchremat.planning.simulator.offload_choices import StoredUnit
 from torchremat.planning.stepping import PLAIN_STEPPING, GivenOptimizer, Stepping
 from torchremat.regions.offload_schedule import Transfer
 from torchremat.schedules.chain import Tree

@@ -18,10 +18,10 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.storages import tensors_in
+from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.optimizing.groups import groups_by_parameter, step_on
 from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.stepping import Stepping
-from torchremat.planning.store_profiles.speeds import Payload, measured_speed
 from torchremat.stores.base import StoreStatistics
 from torchremat.tensors.handles import Store
 
@@ -81,8 +81,8 @@ def stepping_seconds(subject: Subject, device: torch.device, store: Store | None
         limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
         speed = measured_speed(store, device, payload, limit_bytes)
         for one in (speed.out, speed.back):
-            moves_s += len(payload.tensors) * one.tensor_s + payload.size_bytes * one.byte_s
-            busy_s += len(payload.tensors) * one.busy_tensor_s + payload.size_bytes * one.busy_byte_s
+            moves_s += one.seconds(len(payload.tensors), payload.size_bytes)
+            busy_s += one.busy_s(len(payload.tensors), payload.size_bytes)
     return SteppingSeconds(
         parts_s=parts_s, moves_s=moves_s, busy_s=busy_s, state_bytes=sum(size for size, _ in tensors)
     )

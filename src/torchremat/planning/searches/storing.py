@@ -197,11 +197,12 @@ class Storing:
         forward_s = [cost.seconds for cost in profile.costs]
         backward_s = self._backward_s(tree)
         going, coming = sorted(units), sorted(units, key=lambda unit: place[unit])
-        out_s = {unit: speed.out.seconds(offload_sizes[unit]) for unit in units}
-        in_s = {unit: speed.back.seconds(offload_sizes[unit]) for unit in units}
+        of_unit = {unit: (offload_sizes[unit].tensors, offload_sizes[unit].all_bytes) for unit in units}
+        out_s = {unit: speed.out.seconds(*of_unit[unit]) for unit in units}
+        in_s = {unit: speed.back.seconds(*of_unit[unit]) for unit in units}
         # Part of it displaces compute, the rest overlaps with it.
-        out_busy_s = {unit: speed.out.busy_s(offload_sizes[unit]) for unit in units}
-        in_busy_s = {unit: speed.back.busy_s(offload_sizes[unit]) for unit in units}
+        out_busy_s = {unit: speed.out.busy_s(*of_unit[unit]) for unit in units}
+        in_busy_s = {unit: speed.back.busy_s(*of_unit[unit]) for unit in units}
         moving_s = sum(out_busy_s.values()) + sum(in_busy_s.values())
         out_s = {unit: out_s[unit] - out_busy_s[unit] for unit in units}
         in_s = {unit: in_s[unit] - in_busy_s[unit] for unit in units}

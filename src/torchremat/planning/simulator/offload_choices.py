@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from torchremat.measuring.store_speeds import Speed
 from torchremat.regions.offload_schedule import Transfer
-from torchremat.tensors.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,58 +85,6 @@ class OffloadSize:
     def comes_ahead(self) -> bool:
         """Whether everything is allocated when the store begins to bring it back."""
         return all(parcel.ahead_bytes >= parcel.bytes for parcel in self.leaving)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bandwidth:
-    """The cost of transfers in one direction, measured.
-
-    Attributes:
-        tensor_s: Seconds per tensor, whatever its size, if the model waits for it.
-        byte_s: Seconds per byte, likewise.
-        busy_tensor_s: The part of `tensor_s` that the model loses even without waiting.
-        busy_byte_s: The same of `byte_s`.
-    """
-
-    tensor_s: float
-    byte_s: float
-    busy_tensor_s: float
-    busy_byte_s: float
-
-    def seconds(self, offload_size: OffloadSize) -> float:
-        """Return the seconds of one transfer."""
-        return offload_size.tensors * self.tensor_s + offload_size.all_bytes * self.byte_s
-
-    def busy_s(self, offload_size: OffloadSize) -> float:
-        """Return the part of these seconds that the model loses even without waiting."""
-        return offload_size.tensors * self.busy_tensor_s + offload_size.all_bytes * self.busy_byte_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast a store is, measured.
-
-    Attributes:
-        out: Bandwidth into it.
-        back: Bandwidth out of it.
-        spread: Half the interquartile range of the measurements, relative to the measured value.
-        measured_bytes: Bytes moved in each measurement.
-    """
-
-    out: Bandwidth
-    back: Bandwidth
-    spread: float
-    measured_bytes: int
-
-    def __str__(self) -> str:
-        out, back = self.out, self.back
-        return (
-            f"{1e6 * out.tensor_s:.0f} us a tensor and {2**30 * out.byte_s:.2f} s a GiB out, "
-            f"{1e6 * back.tensor_s:.0f} us and {2**30 * back.byte_s:.2f} s back; of these "
-            f"{1e6 * out.busy_tensor_s:.0f} us, {2**30 * out.busy_byte_s:.2f} s, {1e6 * back.busy_tensor_s:.0f} us, "
-            f"{2**30 * back.busy_byte_s:.2f} s even if nothing waits; measured here with "
-            f"{format_bytes(self.measured_bytes)}, +-{100 * self.spread:.0f}%"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

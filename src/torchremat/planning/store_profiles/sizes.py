@@ -18,12 +18,12 @@ from torchremat.errors import StoreError, UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.storages import address_of
+from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
-from torchremat.planning.store_profiles.speeds import Payload, measured_speed
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode

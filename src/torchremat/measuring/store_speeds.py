@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.planning.simulator.offload_choices import Bandwidth, Speed
 from torchremat.regions.offload_schedule import OffloadRun, OffloadSchedule, Transfer, Trigger
 from torchremat.tensors.handles import Store
+from torchremat.tensors.sizes import format_bytes
 
 # The most and the fewest rounds, and in between as many as take about this many seconds.
 _ROUNDS = 7
@@ -57,6 +57,58 @@ _WIDTH_OF_DEVICES = 2048
 # The compute takes this many times the seconds of the transfer alone.
 _BESIDE = 1.5
 _NEVER_S = 1e9  # for a store that has no room
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """The cost of transfers in one direction, measured.
+
+    Attributes:
+        tensor_s: Seconds per tensor, whatever its size, if the model waits for it.
+        byte_s: Seconds per byte, likewise.
+        busy_tensor_s: The part of `tensor_s` that the model loses even without waiting.
+        busy_byte_s: The same of `byte_s`.
+    """
+
+    tensor_s: float
+    byte_s: float
+    busy_tensor_s: float
+    busy_byte_s: float
+
+    def seconds(self, tensors: int, size_bytes: int) -> float:
+        """Return the seconds of one transfer of some tensors, with so many bytes in all."""
+        return tensors * self.tensor_s + size_bytes * self.byte_s
+
+    def busy_s(self, tensors: int, size_bytes: int) -> float:
+        """Return the part of these seconds that the model loses even without waiting."""
+        return tensors * self.busy_tensor_s + size_bytes * self.busy_byte_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a store is, measured.
+
+    Attributes:
+        out: Bandwidth into it.
+        back: Bandwidth out of it.
+        spread: Half the interquartile range of the measurements, relative to the measured value.
+        measured_bytes: Bytes moved in each measurement.
+    """
+
+    out: Bandwidth
+    back: Bandwidth
+    spread: float
+    measured_bytes: int
+
+    def __str__(self) -> str:
+        out, back = self.out, self.back
+        return (
+            f"{1e6 * out.tensor_s:.0f} us a tensor and {2**30 * out.byte_s:.2f} s a GiB out, "
+            f"{1e6 * back.tensor_s:.0f} us and {2**30 * back.byte_s:.2f} s back; of these "
+            f"{1e6 * out.busy_tensor_s:.0f} us, {2**30 * out.busy_byte_s:.2f} s, {1e6 * back.busy_tensor_s:.0f} us, "
+            f"{2**30 * back.busy_byte_s:.2f} s even if nothing waits; measured here with "
+            f"{format_bytes(self.measured_bytes)}, +-{100 * self.spread:.0f}%"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
