@@ -248,7 +248,7 @@ def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hooks_of(leaf: Tensor) -> list[object]:
-    """Return the hooks of a leaf that run in backward, in grad mode; without torch's, ours, and those that only look."""
+    """Return the hooks of a leaf that run in backward: no hooks of torch's or ours, or that only look. In grad mode."""
     tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
     if _is_plain(leaf):
         # No other way shows the hooks of a node, and this one works only while no graph has the node: it is that of a
