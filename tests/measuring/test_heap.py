@@ -76,3 +76,13 @@ def test_a_heap_that_the_caller_has_frozen_stays_frozen():
     assert gc.get_freeze_count() > 0
     gc.collect()
     assert frozen() is not None
+
+
+def test_old_objects_are_visited_rarely_in_the_block_and_as_before_after_it():
+    young, middle, old = gc.get_threshold()
+
+    with heap_set_aside():
+        inside = gc.get_threshold()
+
+    assert inside == (young, middle, 10 * old)
+    assert gc.get_threshold() == (young, middle, old)

@@ -17,7 +17,7 @@ from torchremat.measuring.runs import subject_of
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.events import without_hidden
+from torchremat.planning.profiles.events import pairs_of, without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units
 from torchremat.planning.profiles.profiling import watch
 from torchremat.planning.profiles.tracing import trace
@@ -199,3 +199,20 @@ def test_hidden_events_go_with_their_frees_and_their_seconds():
     assert found.time_ns.tolist() == [11, 20, 21]
     assert [(mark.time_ns, mark.position) for mark in found.marks] == [(10, 0), (20, 1), (20, 2), (30, 3)]
     assert without_hidden(recorded, []) is recorded
+
+
+def test_allocations_and_their_frees_are_paired_as_one_reads_them_address_by_address():
+    # 0 comes, goes and comes back to stay; 1 comes again without a free; a free of 2 has no allocation.
+    recorded = AllocationTrace(
+        device=CPU,
+        start_ns=0,
+        time_ns=np.arange(8),
+        ptr=np.array([0, 1, 0, 2, 0, 1, 1, 2]),
+        delta_bytes=np.array([8, 8, -8, -8, 16, 8, -8, 8]),
+        marks=(),
+    )
+
+    assert sorted(pairs_of(recorded).tolist()) == [[0, 2], [4, 9], [5, 6], [7, 9]]
+    assert sorted(pairs_of(recorded).tolist()) == sorted(
+        [*one] for those in recorded.intervals.values() for one in those
+    )

@@ -34,13 +34,13 @@ def heap_set_aside() -> Generator[None]:
         return
     gc.freeze()
     _is_set_aside = True
-    *often, seldom = gc.get_threshold()
-    gc.set_threshold(*often, seldom * _RARELY)
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, old * _RARELY)
     try:
         yield
     finally:
         _is_set_aside = False
-        gc.set_threshold(*often, seldom)
+        gc.set_threshold(young, middle, old)
         gc.unfreeze()
 
 

@@ -251,10 +251,10 @@ def hooks_of(leaf: Tensor) -> list[object]:
     """Return the hooks of a leaf that run in backward, in grad mode; without those of torch, ours, and observers."""
     tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
     if _is_plain(leaf):
-        # No other way shows the hooks of a node, and this one works only while no graph has the node: it is that of a
-        # view's, as in `torch.autograd.graph.get_gradient_edge`, which takes twice as long.
-        view = cast("torch.autograd.graph.Node", leaf.view_as(leaf).grad_fn)
-        tables += gc.get_referents(view.next_functions[0][0])
+        # Its node is reached through a view, as by `torch.autograd.graph.get_gradient_edge`, which takes twice as long.
+        node = cast("torch.autograd.graph.Node", leaf.view_as(leaf).grad_fn).next_functions[0][0]
+        # No other way shows the hooks of a node, and this one works only while no graph has the node: no view either.
+        tables += gc.get_referents(node)
     hooks = [hook for own in tables if isinstance(own, dict) for hook in cast("dict[int, object]", own).values()]
     return [hook for hook in hooks if not (only_looks_on(hook) or is_library(_module_of(hook)))]
 

@@ -73,17 +73,23 @@ def hash_here(tensor: Tensor) -> int | None:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
     # As in a fingerprint: sums of rows and of columns.
     whole = size // (8 * _ROW) * _ROW
-    words = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.int64, whole).reshape(-1, _ROW)
-    rest = ctypes.string_at(tensor.data_ptr() + 8 * whole, size - 8 * whole)
-    return hash((words.sum(1).tobytes(), words.sum(0).tobytes(), rest))
+    memory = _memory(tensor, size)
+    words = np.frombuffer(memory, np.int64, whole).reshape(-1, _ROW)
+    return hash((words.sum(1).tobytes(), words.sum(0).tobytes(), memory[8 * whole :].tobytes()))
 
 
 def _gathered(tensor: Tensor) -> bytes:
     """Return the bits of a tensor on the host, element by element."""
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
     reach = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * (reach * size)).from_address(tensor.data_ptr())
-    return np.ndarray(shape, f"V{size}", memory, 0, [stride * size for stride in strides]).tobytes()
+    return np.ndarray(
+        shape, f"V{size}", _memory(tensor, reach * size), 0, [stride * size for stride in strides]
+    ).tobytes()
+
+
+def _memory(tensor: Tensor, size: int) -> memoryview:
+    """Return the bytes of a tensor on the host from its first element on."""
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
