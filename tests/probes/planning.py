@@ -3,6 +3,7 @@
 from torchremat._compat.inductor import partitioner_for_inductor
 from torchremat.measuring.store_speeds import Bandwidth, Speed
 from torchremat.planning import bars, fitting, profiled_step
+from torchremat.planning import store_profiles as store_sizes
 from torchremat.planning.compiling import partitioning
 from torchremat.planning.compiling.trials import measured_workspaces
 from torchremat.planning.descriptions import held_of, plan_of
@@ -54,8 +55,7 @@ from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.planning.stepping import ways_of_stepping
-from torchremat.planning.store_profiles import sizes as store_sizes
-from torchremat.planning.store_profiles.sizes import weighed
+from torchremat.planning.store_profiles import weighed
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, depth, kept
 from torchremat.schedules.operator_selection import choices, evaluate

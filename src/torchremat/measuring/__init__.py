@@ -16,15 +16,16 @@ callers.py          the line of user code that runs an operator
 
 Allocations and frees:
 
-bindings.py    private names of torch
-traces.py      allocations and frees in order, with marks between
-allocator.py   recorded on any device
-profiled.py    those of the CPU, by torch's profiler
-history.py     those of CUDA, by its allocator
-glances.py     a recording that yields to any other
-tracker.py     the live bytes of tensors, without the allocator
-storages.py    the storages of a tensor
-simulation.py  the allocator and the clock of an absent device
+bindings.py      private names of torch
+traces.py        allocations and frees in order, with marks between
+allocator.py     recorded on any device
+profiled.py      those of the CPU, by torch's profiler
+history.py       those of CUDA, by its allocator
+glances.py       a recording that yields to any other
+tracker.py       the live bytes of tensors, without the allocator
+storages.py      the storages of a tensor
+simulation.py    the allocator and the clock of an absent device
+store_speeds.py  the speed of a store, alone and beside compute
 
 One step, measured:
 

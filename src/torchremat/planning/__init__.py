@@ -3,7 +3,6 @@
 profiles/   the behaviour and the bytes of a step, measured in one run of it
 exactness/  whether the recompute of each unit repeats its forward
 peers/      the processes that train one model together
-store_profiles/  payloads of stores
 devices/    the same for an absent device, without running the step
 simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
 searches/   the search for trees, operators and stores
@@ -12,6 +11,7 @@ budgets, hosts           a budget in bytes, and the memory of a host
 layout, roots            putting a tree on a model
 plan_options             the options of `plan` and others
 stepping                 how the optimizer steps: whether gradients are released, and where its state waits
+store_profiles           the payload of each unit in a store
 placed_step              a step where it runs: what all its profiles have in common
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner, doors           `plan` and `frontier`

@@ -16,7 +16,7 @@ from torchremat.planning.devices.device import Device
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
 from torchremat.planning.stepping import Stepping, ways_of_stepping
-from torchremat.planning.store_profiles.sizes import check_optimizer_store, check_stores
+from torchremat.planning.store_profiles import check_optimizer_store, check_stores
 from torchremat.tensors.handles import Store
 
 P = ParamSpec("P")

@@ -20,7 +20,7 @@ from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, optimizer_for
-from torchremat.planning.store_profiles.sizes import check_optimizer_store, check_stores
+from torchremat.planning.store_profiles import check_optimizer_store, check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import DEEPEST, depth

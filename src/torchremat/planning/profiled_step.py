@@ -32,7 +32,7 @@ from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
-from torchremat.planning.store_profiles.sizes import weighed
+from torchremat.planning.store_profiles import weighed
 from torchremat.tensors.parts import parts_of
 
 T = TypeVar("T")
