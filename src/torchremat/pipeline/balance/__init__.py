@@ -1,9 +1,7 @@
 """How many layers each stage of a pipeline gets, from given, timed or measured costs.
 
-layers.py     the layers of a model, run one by one on copies
-costs.py      the bytes and the seconds of each layer
-partition.py  a row of costs, cut so that the most costly block costs as little as possible
-division.py   the result, as data
+costs.py      the bytes and the seconds of each layer, run one by one on copies
+partition.py  a row of costs, cut so that the most costly block costs as little as possible; the result as data
 profiles.py   `balance`, `balance_by_time`, `balance_by_size`
 """
 
