@@ -54,9 +54,9 @@ def _speed_of(store: Store, tensors: Sequence[Tensor]) -> Speed:
     key = tensors[0].device, Payload(tensors=tuple((one.nbytes, one.dtype) for one in tensors))
     if key not in known:
         statistics = statistics_of(store)
-        room = None if statistics is None or statistics.limit_bytes is None else statistics.limit_bytes
+        limit_bytes = None if statistics is None else statistics.limit_bytes
         with ThreadPoolExecutor(1) as pool:
-            known[key] = pool.submit(measured_speed, store, *key, room).result()
+            known[key] = pool.submit(measured_speed, store, *key, limit_bytes).result()
     return known[key]
 
 
