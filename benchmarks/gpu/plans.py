@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 import torchremat
 from models import GPT, ResNet
+from probes.memory import peaks_on_device
 
 DEVICE = torch.device("cuda", 0)
 SHARES = ("80% of activations", "50% of activations")
@@ -40,26 +40,12 @@ def resnet() -> Subject:
     return model, lambda model: F.cross_entropy(model(images), labels)
 
 
-def measured(model: nn.Module, step: Callable[[nn.Module], Tensor]) -> dict[str, int]:
-    """The peaks of the second of two steps, gradients there, by the device's counters."""
-    for _ in range(2):
-        for one in model.parameters():
-            one.grad = torch.zeros_like(one)
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        step(model).backward()
-        torch.cuda.synchronize()
-    counted = torch.cuda.memory_stats()
-    return {kind: counted[f"{kind}_bytes.all.peak"] for kind in ("requested", "allocated", "reserved")}
-
-
 def planned(make: Callable[[], Subject], *, store: bool = False, optimizer: bool = False) -> object:
     model, step = make()
     options = {"stores": (torchremat.Host(),)} if store else {}
     if optimizer:
         options["optimizer"] = torch.optim.AdamW(model.parameters())
-    found: dict[str, object] = {"plain": measured(model, step)}
+    found: dict[str, object] = {"plain": peaks_on_device(model, step)}
     start_s = time.perf_counter()
     planner = torchremat.Planner(model, step, **options)
     found["profiling, seconds"] = round(time.perf_counter() - start_s, 2)
@@ -69,7 +55,7 @@ def planned(make: Callable[[], Subject], *, store: bool = False, optimizer: bool
         took_s = time.perf_counter() - start_s
         plan.apply(model)
         report = torchremat.verify(model, step)
-        found[share] = measured(model, step) | {
+        found[share] = peaks_on_device(model, step) | {
             "predicted": plan.peak_bytes,
             "plain predicted": plan.plain_peak_bytes,
             "exact": report.is_exact,

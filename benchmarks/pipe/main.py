@@ -25,11 +25,11 @@ from torch import Tensor, nn
 import torchremat
 import unet
 from pipeline.holding import StageBytes, own_memory
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.extend import only_watches
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import pipe as pipes
 from torchremat.pipeline import runner
-from torchremat.pipeline.streams import default_stream
 
 RIVAL = "torchgpipe"
 MODES = ("always", "except_last", "never")
@@ -120,7 +120,7 @@ def without_dependency() -> Generator[None]:
 @contextmanager
 def without_streams() -> Generator[None]:
     """Let copies go on the streams that compute."""
-    with mock.patch.object(pipes, "new_stream", default_stream):
+    with mock.patch.object(pipes, "new_stream", lambda device: accelerator_of(device).default_stream(device)):
         yield
 
 

@@ -48,17 +48,17 @@ SHARES = (0.7, 0.5, 0.3)  # of what the plain step needs beside the bytes that l
 POINTS = 24
 MOST_PROGRAM_S = 0.5
 
-PROFILED: dict[str, Make] = {
-    "GPT of the demo": lambda: models.gpt_step(blocks=12, batch=12),
-    "GPT": models.gpt_step,
-    "U-Net": models.unet_step,
-    "ResNet": models.resnet_step,
-    **{name: lambda make=make: make() for name, make in zoo.ZOO.items()},
-    "48 equal small blocks": small_gpt(48),
+# What is profiled, and how many plain steps that may take.
+PROFILED: dict[str, tuple[Make, int]] = {
+    "GPT of the demo": (lambda: models.gpt_step(blocks=12, batch=12), 4),
+    "GPT": (models.gpt_step, 4),
+    "U-Net": (models.unet_step, 6),
+    "ResNet": (models.resnet_step, 6),
+    **{name: (lambda make=make: make(), 8) for name, make in zoo.ZOO.items()},
+    "48 equal small blocks": (small_gpt(48), 8),
 }
 ROUNDS = 5
 PLANS = 3
-MOST_STEPS = 8
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -128,7 +128,7 @@ def run(smoke: bool, *, profiles: bool = True) -> dict[str, object]:
     if profiles:
         found["profile"] = {
             name: profile_steps(make, 1 if smoke else ROUNDS)
-            for name, make in PROFILED.items()
+            for name, (make, _) in PROFILED.items()
             if not smoke or name == "vit"
         }
     found["bars"] += [program_bar(found["program"]), *planning_bars(found["planning"], planned)]
@@ -158,16 +158,10 @@ def planning_bars(planning: dict[str, dict[str, object]], planned: dict[str, obj
 
 
 def profile_bars(profiles: dict[str, dict[str, object]]) -> list[dict[str, object]]:
-    medians = {name: one["steps"]["median"] for name, one in profiles.items()}
-    worst = max(medians, key=medians.get)
-    first = next(iter(medians))
+    found = [(name, PROFILED[name][1], one["steps"]["median"]) for name, one in profiles.items()]
     return [
-        bar(
-            f"a profile costs at most {MOST_STEPS} plain steps: {first}",
-            f"{medians[first]:.1f}",
-            medians[first] <= MOST_STEPS,
-        ),
-        bar("the same on every model here", f"at most {medians[worst]:.1f} ({worst})", medians[worst] <= MOST_STEPS),
+        bar(f"{name}: profile, at most {most} plain steps", f"{steps:.1f}", steps <= most)
+        for name, most, steps in found
     ]
 
 

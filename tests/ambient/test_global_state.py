@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from logs import Log
 from regions.comparing import leaf
 from torchremat import checkpoint, extend
+from torchremat._compat.dynamo import is_compilers
 from torchremat.ambient.global_state import ambient_state
 
 
@@ -499,6 +501,26 @@ def test_what_a_region_sets_in_context_variables_is_set_by_the_forward_alone():
     assert contextvars.copy_context().run(run) == 7
     assert seen == [0, 0, 0]
     assert variable.get() == 0
+
+
+def test_a_recompute_copies_no_settings_of_compilers():
+    # The first `torch.compile` of a process leaves some 200 context variables behind: settings, and caches of them.
+    seen = Log()
+
+    def body(x):
+        seen.append((config._save_config_ignore, variable.get()))
+        return x.exp().sin()
+
+    def run():
+        variable.set([1])
+        config.save_config()
+        checkpoint(body, leaf(3)).sum().backward()
+        return [one.name for one in contextvars.copy_context() if not is_compilers(one)]
+
+    assert contextvars.Context().run(run) == ["variable"]
+    (settings, own), (settings_again, own_again) = seen
+    assert settings_again is settings
+    assert own_again == own and own_again is not own
 
 
 def test_what_a_region_adds_to_containers_in_context_variables_is_added_by_the_forward_alone():

@@ -11,6 +11,7 @@ from torch import nn
 import llama
 import torchremat
 from models import gpt_step, resnet_step, unet_step
+from probes.memory import peaks_on_device
 from torchremat import BudgetWarning, Host, Planner, UnsupportedError
 
 pytestmark = pytest.mark.gpu
@@ -49,18 +50,10 @@ def made(name):
 
 def measured(model, step):
     """The most bytes that a warm process was given and has asked for, gradients there, and the gradients."""
-    for _ in range(2):
-        for one in model.parameters():
-            one.grad = torch.zeros_like(one)
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        step(model).backward()
-        torch.cuda.synchronize()
-        peaks = torch.cuda.memory_stats()
+    peaks = peaks_on_device(model, step)
     gradients = [one.grad for one in model.parameters()]
     model.zero_grad()
-    return peaks["allocated_bytes.all.peak"], peaks["requested_bytes.all.peak"], gradients
+    return peaks["allocated"], peaks["requested"], gradients
 
 
 @pytest.fixture

@@ -1,5 +1,9 @@
 """What the allocator, the counters of flops and the trackers of storages tell, and a step as planning runs it."""
 
+import gc
+
+import torch
+
 from torchremat._compat import accelerators
 from torchremat.frames import OURS, PACKAGES
 from torchremat.measuring import heap, profiled
@@ -17,6 +21,20 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched
 from torchremat.tensors.versioned import Versioned
+
+
+def peaks_on_device(model, step):
+    """The peaks of the second of two steps by the counters of the CUDA device, by kind; gradients are there before."""
+    for _ in range(2):
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        step(model).backward()
+        torch.cuda.synchronize()
+    counted = torch.cuda.memory_stats()
+    return {kind: counted[f"{kind}_bytes.all.peak"] for kind in ("requested", "allocated", "reserved")}
 
 
 class FlopsByOperator(FlopCounter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextvars import Context, ContextVar
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -37,6 +38,21 @@ is_traced: Callable[[], bool] = private("_C._is_tracing", needed_for="staying ou
 
 TRACES_GET = RELEASE >= (2, 13)
 """Whether dynamo traces `function.__get__`, which makes a method; that of torch 2.11 cannot make one at all."""
+
+_NOT_SET: object = private("utils._config_module._UNSET_SENTINEL", needed_for="telling settings of compilers apart")
+
+
+def is_compilers(variable: ContextVar[object]) -> bool:
+    """Return whether a context variable has a setting of torch's compilers, or what they derive from settings.
+
+    The first `torch.compile` of a process leaves some 200 of them behind.
+    """
+    if variable.name.startswith("torch."):
+        return True
+    try:
+        return Context().run(variable.get) is _NOT_SET  # its default, which is not that of any other code
+    except LookupError:
+        return False
 
 
 def _leave_alone(function: Callable[..., object], inside: object) -> None:

@@ -6,14 +6,13 @@ The lookup happens when this file is imported, so that a torch without one of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 
 from torchremat._compat.binding import private
 from torchremat._compat.profiler import profiler_silenced
-
-_MEASURING = "measuring live bytes"
 
 
 class ProfilerEvent(Protocol):
@@ -44,30 +43,21 @@ class _Results(Protocol):
     def experimental_event_tree(self) -> list[ProfilerEvent]: ...
 
 
+_bind = partial(private, needed_for="measuring live bytes")
 MEMORY = "[memory]"  # the name of the events that carry an `Allocation`
-_ALLOCATION = cast("type[object]", private("_C._profiler._ExtraFields_Allocation", needed_for=_MEASURING))
-_CPU: object = private("_C._profiler.ProfilerActivity.CPU", needed_for=_MEASURING)
-_KINETO: object = private("_C._profiler.ProfilerState.KINETO", needed_for=_MEASURING)
-_USER_SCOPE: object = private("_C._profiler.RecordScope.USER_SCOPE", needed_for=_MEASURING)
-_profiler_config = cast("Callable[..., object]", private("_C._profiler.ProfilerConfig", needed_for=_MEASURING))
-_experimental_config = cast("Callable[[], object]", private("_C._profiler._ExperimentalConfig", needed_for=_MEASURING))
-_prepare_profiler = cast(
-    "Callable[[object, set[object]], None]",
-    private("_C._autograd._prepare_profiler", needed_for=_MEASURING),
-)
-_enable_profiler = cast(
-    "Callable[[object, set[object], set[object]], None]",
-    private("_C._autograd._enable_profiler", needed_for=_MEASURING),
-)
-_disable_profiler = cast("Callable[[], _Results]", private("_C._autograd._disable_profiler", needed_for=_MEASURING))
-_profiler_enabled = cast("Callable[[], bool]", private("_C._autograd._profiler_enabled", needed_for=_MEASURING))
-_STEPS = private("profiler.profiler.PROFILER_STEP_NAME", needed_for=_MEASURING)
-_enter_record = cast(
-    "Callable[[str], object]", private("_C._autograd._record_function_with_args_enter", needed_for=_MEASURING)
-)
-_exit_record = cast(
-    "Callable[[object], None]", private("_C._autograd._record_function_with_args_exit", needed_for=_MEASURING)
-)
+_ALLOCATION: type[object] = _bind("_C._profiler._ExtraFields_Allocation")
+_CPU: object = _bind("_C._profiler.ProfilerActivity.CPU")
+_KINETO: object = _bind("_C._profiler.ProfilerState.KINETO")
+_USER_SCOPE: object = _bind("_C._profiler.RecordScope.USER_SCOPE")
+_profiler_config: Callable[..., object] = _bind("_C._profiler.ProfilerConfig")
+_experimental_config: Callable[[], object] = _bind("_C._profiler._ExperimentalConfig")
+_prepare_profiler: Callable[[object, set[object]], None] = _bind("_C._autograd._prepare_profiler")
+_enable_profiler: Callable[[object, set[object], set[object]], None] = _bind("_C._autograd._enable_profiler")
+_disable_profiler: Callable[[], _Results] = _bind("_C._autograd._disable_profiler")
+_profiler_enabled: Callable[[], bool] = _bind("_C._autograd._profiler_enabled")
+_STEPS: str = _bind("profiler.profiler.PROFILER_STEP_NAME")
+_enter_record: Callable[[str], object] = _bind("_C._autograd._record_function_with_args_enter")
+_exit_record: Callable[[object], None] = _bind("_C._autograd._record_function_with_args_exit")
 
 
 def start_profiler() -> None:
@@ -112,11 +102,11 @@ def emit(name: str) -> None:
 
 def a_profiler_runs() -> bool:
     """Return whether a profiler of any kind records in this thread, or torch.profiler in any other."""
-    anywhere = private("autograd.profiler._is_profiler_enabled", needed_for=_MEASURING)  # a variable, so read now
+    anywhere = _bind("autograd.profiler._is_profiler_enabled")  # a variable, so read now
     return _profiler_enabled() or bool(anywhere)
 
 
 def may_warm_up() -> bool:
     """Return whether a `torch.profiler.profile` may be warming up: each counts its steps here from when it is made."""
-    steps = cast("dict[str, int]", private("autograd.profiler.KinetoStepTracker._step_dict", needed_for=_MEASURING))
+    steps: dict[str, int] = _bind("autograd.profiler.KinetoStepTracker._step_dict")
     return _STEPS in steps

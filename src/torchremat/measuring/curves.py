@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.timeline import MemoryTimeline
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import axis_unit, format_bytes
 from torchremat.views.steps import Step
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ _LEGEND = ("there before the step", "forward", "recompute", "backward", "budget"
 
 _HEIGHT_INCHES = 3.9
 _WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def check_picture(path: str | Path) -> None:
@@ -110,7 +109,7 @@ def draw(steps: Sequence[Step], path: str | Path) -> None:
     # One scale for all panels. A panel too narrow for its heading would run into the next, so it ends after its curve.
     widths = [time_scale * max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
     highest = max(max(int(line.live_bytes.max(initial=1)), line.step.budget_bytes or 0) for line in lines)
-    unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
+    unit, size = axis_unit(highest)
     narrow, wide = _WIDTH_INCHES
     figure = new_figure(path, width_inches=min(wide, narrow + 3.0 * (len(steps) - 1)), height_inches=_HEIGHT_INCHES)
     panels = figure.subplots(1, len(steps), sharey=True, squeeze=False, width_ratios=widths)[0]

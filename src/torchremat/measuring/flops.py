@@ -17,14 +17,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat._compat.operators import has_kernel
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.structure import tensors_in
-
-_Operator = Callable[..., object]
-
 
 # Their flops depend on nothing but the shapes and numbers among their arguments.
 _BY_SHAPE = frozenset(
@@ -58,21 +55,15 @@ class FlopCounter(EagerMode):
         self.recomputed = 0
         self._is_recomputing = is_recomputing
         # Operator to formula; None for operators that do not count. An operator's first call decides.
-        self._formulas: dict[_Operator, Formula | None] = {}
+        self._formulas: dict[Operation, Formula | None] = {}
         self._found: dict[object, int] = {}  # of operators in `_BY_SHAPE`: torch's formulas take longer than this
         # Backward of two devices runs in two threads.
         self._adding = threading.Lock()
 
-    def __torch_dispatch__(
-        self,
-        func: _Operator,
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         return self.run(func, args, kwargs or {})
 
-    def run(self, func: _Operator, args: tuple[object, ...], named: Mapping[str, object]) -> object:
+    def run(self, func: Operation, args: Args, named: Mapping[str, object]) -> object:
         """Run an operator and count its flops: for another mode, which costs less than two of them."""
         try:
             formula = self._formulas[func]
@@ -92,9 +83,9 @@ class FlopCounter(EagerMode):
 
     def _flops_of(
         self,
-        func: _Operator,
+        func: Operation,
         formula: Formula,
-        args: tuple[object, ...],
+        args: Args,
         named: Mapping[str, object],
         result: object,
     ) -> int:
@@ -109,7 +100,7 @@ class FlopCounter(EagerMode):
         except TypeError:  # a symbolic size has no hash
             return formula(*args, **named, out_val=result)
 
-    def _add(self, func: _Operator, flops: int) -> None:
+    def _add(self, func: Operation, flops: int) -> None:
         recomputing = self._is_recomputing()
         with self._adding:
             self.total += flops
@@ -122,16 +113,16 @@ def _shape_of(value: object) -> object:
     return tuple(map(_shape_of, cast("list[object]", value))) if isinstance(value, list | tuple) else value
 
 
-def formula_of(func: _Operator) -> Formula | None:
+def formula_of(func: Operation) -> Formula | None:
     """Return the formula from an operator's arguments and `out_val` to its flops; None for one that does not count."""
     # A higher-order operator has no overloads and is registered itself.
     packet: object = getattr(func, "_overloadpacket", func)
     return OURS.get(packet) or OF_TORCH.get(packet)
 
 
-def _decomposed(func: _Operator, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+def _decomposed(func: Operation, args: Args, kwargs: Mapping[str, object]) -> object:
     """Run a composite operator as its parts; NotImplemented for all others, higher-order ones too."""
-    decompose = cast("_Operator | None", getattr(func, "decompose", None))
+    decompose = cast("Operation | None", getattr(func, "decompose", None))
     if decompose is None or func is torch.ops.prim.device.default:
         return NotImplemented
     # The backward of `silu` has both parts and a kernel. Without a counter the kernel runs, and takes different memory.

@@ -10,7 +10,7 @@ writes to it. Compiled code runs eagerly under a mode, so its operators are not 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.dynamo import runs_compiled_code
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.step_record import GraphDropped, Run, Seen, SeenValue, StepRecord, StorageFreed, TensorSaved
@@ -189,13 +189,7 @@ class StepRecorder(EagerMode):
         self._storages[memory] = _KnownStorage(known.number, len(values) - 1)
         return len(values) - 1
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         named = kwargs or {}
         op_info = op_info_of(func)
         if self._looking is not None:
@@ -244,9 +238,7 @@ class StepRecorder(EagerMode):
         return result
 
 
-def _signature(
-    op_info: OpInfo, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[object, ...]:
+def _signature(op_info: OpInfo, tensors: list[Tensor], args: Args, kwargs: Mapping[str, object]) -> tuple[object, ...]:
     shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
     numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))
     return (id(op_info), shapes, numbers)

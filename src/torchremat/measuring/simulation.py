@@ -32,11 +32,11 @@ from torchremat._compat.fakes import (
     lacks_fake_kernel,
     without_fakes,
 )
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
-from torchremat.measuring.storages import StorageMap, made_by, tensors_in
+from torchremat.measuring.storages import LIFTED, StorageMap, made_by, tensors_in
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import op_info_of
@@ -44,7 +44,6 @@ from torchremat.regions.selective.op_info import op_info_of
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
 _FOREIGN = -1, 0  # no allocation in the block that is recorded
-_LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
 # They write their statistics only if argument 5 is True.
 _NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
@@ -71,9 +70,7 @@ class KernelModel(Protocol):
         """Whether states of the CPU's generators are on the device."""
         ...
 
-    def storage_bytes(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[int, ...]:
+    def storage_bytes(self, func: Operation, args: Args, kwargs: Mapping[str, object]) -> tuple[int, ...]:
         """Return the bytes of the storages that an operator makes, for operators known to deviate from shapes.
 
         Some kernels compute in a buffer and return a part of it: `mse_loss` a scalar in a storage as large as its
@@ -83,8 +80,8 @@ class KernelModel(Protocol):
 
     def kernel(
         self,
-        func: Callable[..., object],
-        args: tuple[object, ...],
+        func: Operation,
+        args: Args,
         kwargs: Mapping[str, object],
         result: object,
         made: list[Tensor],
@@ -191,13 +188,7 @@ class Simulation(EagerMode):
         """Return the address that a storage has in the trace; -1 for one from before."""
         return (self._known.get(storage) or _FOREIGN)[0]
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if func is torch.ops.prim.device.default:
             return _CPU
         named = dict(kwargs or {})
@@ -205,7 +196,7 @@ class Simulation(EagerMode):
             named["device"] = _CPU
         goes_on = adds_in_place(func, args)
         # Torch makes a lifted tensor a fake that knows its value.
-        if func not in _LIFTED and not all(map(is_fake, tensors_in([*args, *named.values()]))):
+        if func not in LIFTED and not all(map(is_fake, tensors_in([*args, *named.values()]))):
             args = cast("tuple[object, ...]", self._with_fakes(args))
             named = {key: self._with_fakes(value) for key, value in named.items()}
         if func is _ATEN.equal.default and asked_by_us():
@@ -247,15 +238,15 @@ class Simulation(EagerMode):
 
     def _ran(
         self,
-        func: Callable[..., object],
-        args: tuple[object, ...],
+        func: Operation,
+        args: Args,
         kwargs: Mapping[str, object],
         result: object,
         *,
         goes_on: bool,
     ) -> None:
-        made = made_by(() if func in _LIFTED else (args, kwargs), result)
-        if func not in _LIFTED:
+        made = made_by(() if func in LIFTED else (args, kwargs), result)
+        if func not in LIFTED:
             made = [tensor for tensor in made if tensor.untyped_storage() not in self._known]
         self._contents.ran(func, args, kwargs, result)
         if self.model.has_host_generator and _draws(func):
@@ -312,7 +303,7 @@ class Simulation(EagerMode):
             self._allocate(storage, storage.nbytes())
 
 
-def _draws(func: Callable[..., object]) -> bool:
+def _draws(func: Operation) -> bool:
     # Attention is tagged as random, but draws nothing without dropout; with dropout it is decomposed on the CPU.
     tags = getattr(func, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and "attention" not in str(func)
@@ -340,9 +331,7 @@ class _Contents:
         known = self._numbers.get(tensor.untyped_storage())
         return self._set(tensor) if known is None else known
 
-    def ran(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
-    ) -> None:
+    def ran(self, func: Operation, args: Args, kwargs: Mapping[str, object], result: object) -> None:
         """Note the storages that an operator has written, and the contents of copies."""
         if func in _COPIES:
             source = args[1] if func is _ATEN.copy_.default else args[0]

@@ -234,13 +234,9 @@ class StepRecord:
         """
         alien = frozenset(foreign)
         values = [
-            SeenValue(
-                size_bytes=value.size_bytes,
-                pointer=value.pointer,
+            replace(
+                value,
                 storage=numbers.get(value.storage, beyond + value.storage),
-                device=value.device,
-                is_overwritten=value.is_overwritten,
-                is_leaf=value.is_leaf,
                 is_foreign=value.is_foreign or value.storage in alien,
             )
             for value in self.values

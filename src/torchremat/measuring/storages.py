@@ -13,6 +13,9 @@ from torchremat.tensors.parts import parts_of
 
 V = TypeVar("V")
 
+# Their result is new to the step, though it may share its storage with their argument.
+LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
 
 class StorageMap(Generic[V]):
     """A value for each of some storages, found by its address until it dies. It keeps no storage alive.

@@ -18,18 +18,16 @@ Missing on purpose: sparse tensors, and tensors made by anything but an operator
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import UntypedStorage
 
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.measuring.lines import OperatorLines
-from torchremat.measuring.storages import StorageMap, address_of, tensors_in
+from torchremat.measuring.storages import LIFTED, StorageMap, address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace, TraceMark
-
-_LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 class StorageTracker(EagerMode):
@@ -70,19 +68,13 @@ class StorageTracker(EagerMode):
         for storage in self._tracked.storages():
             self._see(storage)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if self._lines is not None:
             self._lines.see(func, len(self._events))
         result = func(*args, **(kwargs or {}))
         for storage in self._storages(result):
             # See NOTE [ Which storages are counted ], 1 and 2; `_forget` is 3.
-            if storage in self._tracked or func in _LIFTED or not self._is_among(storage, args, kwargs):
+            if storage in self._tracked or func in LIFTED or not self._is_among(storage, args, kwargs):
                 self._see(storage)
         return result
 

@@ -93,10 +93,12 @@ def untouched(
     # Each part enters separately, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
         stack.callback(reshard, modules)
-        stack.enter_context(_generators(world.generators))
-        stack.enter_context(_contents(Snapshot(world, backs_up=False)))
+        stack.callback(RandomNumbers().put_back)
+        for generator in world.generators:
+            stack.callback(generator.set_state, generator.get_state())
+        stack.callback(Snapshot(world, backs_up=False).put_back)
         stack.enter_context(_given_back(beside))
-        stack.enter_context(_buffers(modules))
+        stack.callback(Buffers(modules).put_back)
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
@@ -149,15 +151,6 @@ def _gradients(leaves: list[Tensor], others: list[Tensor], *, steps: bool) -> Ge
         for one, grad in theirs:
             if one.grad is not grad:
                 one.grad = grad
-
-
-@contextmanager
-def _buffers(modules: list[nn.Module]) -> Generator[None]:
-    before = Buffers(modules)
-    try:
-        yield
-    finally:
-        before.put_back()
 
 
 class Buffers:
@@ -218,14 +211,6 @@ def _name_of(models: list[nn.Module], tensor: Tensor) -> str:
 
 
 @contextmanager
-def _contents(before: Snapshot) -> Generator[None]:
-    try:
-        yield
-    finally:
-        before.put_back()
-
-
-@contextmanager
 def _given_back(world: World) -> Generator[None]:
     """Restore containers that have lost a tensor; a container that has only grown is a log."""
     taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _HeldContainer.of(own))]
@@ -261,18 +246,6 @@ def _tensors_in(item: object) -> list[Tensor]:
         return []
     held = dict.values(cast("dict[object, object]", item)) if isinstance(item, dict) else item
     return [one for one in cast("Iterable[object]", held) if isinstance(one, Tensor)]
-
-
-@contextmanager
-def _generators(others: Iterable[torch.Generator]) -> Generator[None]:
-    before = RandomNumbers()
-    states = [(one, one.get_state()) for one in others]
-    try:
-        yield
-    finally:
-        before.put_back()
-        for one, state in states:
-            one.set_state(state)
 
 
 class RandomNumbers:

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError
@@ -33,13 +33,12 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.storages import address_of
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
+from torchremat.state.backups import SMALL_BYTES
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned
-
-_SMALL_BYTES = 16 << 10
 
 
 class Known:
@@ -96,7 +95,7 @@ class Writes:
         watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
         plain = [one for one in watched.values() if _is_plain(one)]
         free = {id(one) for world in worlds for one in (*world.loose, *(own for *_, own in world.state))}
-        at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= _SMALL_BYTES)}
+        at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= SMALL_BYTES)}
         self._known = known
         self._names = names
         self._watched = [Versioned(one) for one in watched.values()]
@@ -208,19 +207,13 @@ class Looking(EagerMode):
         for one in tensors:
             self._watched[address_of(one.untyped_storage())].append(one)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         """Run an operator."""
         named = kwargs or {}
         self.see(op_info_of(func), args, named)
         return func(*args, **named)
 
-    def see(self, op_info: OpInfo, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def see(self, op_info: OpInfo, args: Args, kwargs: Mapping[str, object]) -> None:
         """Copy what an operator that is about to run writes to."""
         if op_info.writes and not hidden.now:
             for written in written_by(op_info.writes, args, kwargs):

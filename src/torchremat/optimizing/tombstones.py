@@ -8,11 +8,12 @@ knows why it has none; `is None` and `zero_grad()` work as ever, and whatever re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NoReturn, cast
 
 from torch import Tensor
 
+from torchremat._compat.modes import Args, Kwargs
 from torchremat._compat.tensors import no_torch_function, shell_of
 from torchremat.errors import UnsupportedError, bug
 
@@ -36,9 +37,7 @@ class ReleasedGradient(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> NoReturn:
+    def __torch_dispatch__(cls, func: object, types: object, args: Args = (), kwargs: Kwargs = None) -> NoReturn:
         """Raise: some operator would read it."""
         found = _found_in((*args, *(kwargs or {}).values()))
         raise bug(f"{func} is given no gradient") if found is None else UnsupportedError(found._words())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchremat.measuring.curves import new_figure
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import axis_unit, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#3D85B8", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _INK = "#333333"
 _FAINT = "#DDDDDD"
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _MARK_POINTS = 8  # from a point to its label
 _LEAST_TURN = 0.02  # of the square; anything less is a line
 _WIDTH_INCHES, _HEIGHT_INCHES = 6.4, 3.9
@@ -80,7 +79,7 @@ def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") 
     figure = new_figure(path, width_inches=_WIDTH_INCHES, height_inches=_HEIGHT_INCHES)
     axes = figure.add_subplot()
     highest = max(max(one.peak_bytes) for one in staircases)
-    unit, scale = next(((name, size) for name, size in _UNITS if highest >= size), _UNITS[-1])
+    unit, scale = axis_unit(highest, least=1)
     for place, one in enumerate(staircases):
         colour = _COLOURS[place % len(_COLOURS)]
         peaks = [size / scale for size in one.peak_bytes]

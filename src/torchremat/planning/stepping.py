@@ -53,7 +53,7 @@ class Stepping:
 PLAIN_STEPPING = Stepping()
 
 # Of a tensor of the state that goes to the store: a budget that asks for it counts small ones too.
-_LEAST_BYTES = 2**10
+LEAST_STORED_BYTES = 2**10
 
 
 def ways_of_stepping(
@@ -120,7 +120,7 @@ class SteppingHandles:
                 self._handles.append(released)
             undo.callback(self.remove)
             if self._stepping.stores and self._store is not None:
-                self._handles.append(offload_optimizer(optimizer, self._store, min_bytes=_LEAST_BYTES))
+                self._handles.append(offload_optimizer(optimizer, self._store, min_bytes=LEAST_STORED_BYTES))
             undo.pop_all()
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchremat._compat.accelerators import devices_in_use
 from torchremat._compat.dynamo import only_in_graphs, uses_partitioner
-from torchremat._compat.modes import DispatchMode, is_traced_with_fakes
+from torchremat._compat.modes import Args, DispatchMode, Kwargs, is_traced_with_fakes
 from torchremat.ambient.generators import generator_states, restore
 from torchremat.errors import UnsupportedError
 from torchremat.regions.settings import Settings
@@ -44,7 +44,7 @@ def call_in_graph(
     function: Callable[..., R],
     settings: Settings,
     eager: Callable[[tuple[object, ...], dict[str, object]], R],
-    args: tuple[object, ...],
+    args: Args,
     kwargs: dict[str, object],
 ) -> R:
     """Return `function(*args, **kwargs)` as a checkpoint of the traced graph, or the result of `eager`.
@@ -117,13 +117,7 @@ class _RefusesWrites(DispatchMode):
         super().__init__()
         self.made: WeakSet[object] = WeakSet()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         """Run an operation."""
         for tensor in _written(func, args, kwargs or {}):
             if tensor.untyped_storage() not in self.made:
@@ -140,7 +134,7 @@ class _RefusesWrites(DispatchMode):
         return output
 
 
-def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+def _written(func: Any, args: Args, kwargs: Mapping[str, object]) -> list[Tensor]:
     found: list[Tensor] = []
     arguments = func._schema.arguments
     for place, argument in enumerate(arguments):
@@ -153,7 +147,7 @@ def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) 
     return found
 
 
-def _trains(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+def _trains(func: Any, args: Args, kwargs: Mapping[str, object]) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     for name in ("training", "train", "use_input_stats"):
         if name in names:

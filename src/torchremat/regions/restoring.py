@@ -9,12 +9,13 @@ from types import CellType
 
 from torch import Tensor
 
+from torchremat._compat.dynamo import is_compilers
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import restore
 from torchremat.ambient.global_state import EXCHANGING, AmbientState, ambient_state
 from torchremat.regions.calls import Call
 from torchremat.regions.threads import thread
-from torchremat.state.containers import ContainerCopies
+from torchremat.state.containers import COPIED, ContainerCopies
 from torchremat.state.exchange import Exchange
 from torchremat.state.holders import contents_of
 from torchremat.state.reading import Reading, WrittenTensors
@@ -45,11 +46,12 @@ def run_again(
                 raise reading.found
     context = call.context.copy()  # a context can be entered once at a time
     if context:
-        looked_after = call.world.containers
+        looked_after, empty = call.world.containers, ()
         for variable, value in call.context.items():
-            own = copies.of(value, looked_after)
-            if own is not value:
-                context.run(variable.set, own)
+            if type(value) in COPIED and value is not empty and not is_compilers(variable):
+                own = copies.of(value, looked_after)
+                if own is not value:
+                    context.run(variable.set, own)
     now = thread.now
     if call.frozen_values is None and not now.frozen:
         return context.run(call.body, *args, **kwargs)

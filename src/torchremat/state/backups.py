@@ -41,7 +41,7 @@ from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 
-_SMALL_BYTES = 16 << 10
+SMALL_BYTES = 16 << 10
 _NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
@@ -97,7 +97,7 @@ class Backups:
             for module, name, tensor in world.state:
                 self._consider(module, name, tensor, is_named=id(tensor) in named, is_hooked=module in roots)
             for tensor in world.loose:
-                if id(tensor) in named or tensor.nbytes <= _SMALL_BYTES:
+                if id(tensor) in named or tensor.nbytes <= SMALL_BYTES:
                     self._copy(tensor, None, "", compares=False)
             if named:
                 self._copy_named(world)
@@ -120,7 +120,7 @@ class Backups:
             self._copy(tensor, module, name, compares=True)
         elif name in known:
             self._copy(tensor, module, name, compares=False, always=True)
-        elif tensor.nbytes <= _SMALL_BYTES:
+        elif tensor.nbytes <= SMALL_BYTES:
             self._copy(tensor, module, name, compares=False)
 
     def _copy(
@@ -140,7 +140,7 @@ class Backups:
                     self.written[id(one.tensor)] = Written(one)
                     if one.owner in changed:
                         changed[one.owner].add(one.name)
-                elif one.owner is not None and one.tensor.nbytes <= _SMALL_BYTES:
+                elif one.owner is not None and one.tensor.nbytes <= SMALL_BYTES:
                     self._left[id(one.tensor)] = one.before
         for module, names in changed.items():
             _changed.setdefault(module, {})[module.training] = frozenset(names)

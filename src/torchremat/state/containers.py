@@ -63,6 +63,7 @@ MUTABLE = (list, dict, set, deque, bytearray)
 
 
 _BUILT_IN = {*MUTABLE, Counter, OrderedDict, defaultdict}
+COPIED = frozenset({*_BUILT_IN, tuple})  # the types of values that `ContainerCopies` may copy
 
 
 def copied(own: object) -> object:

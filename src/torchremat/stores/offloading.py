@@ -106,7 +106,7 @@ class Offload(ContextDecorator):
                 "be recomputed. Put offload around the region, or use torchremat.checkpoint."
             )
         watch = None
-        if hooks is not None and module.startswith(_REGIONS):
+        if hooks is not None and module.startswith(REGIONS):
             # See NOTE [ Inside of a region ]
             push_saved_tensor_hooks(partial(self._serve, _of_region(hooks[0])), hooks[1])
         elif narrows(self.catalog.store):
@@ -149,7 +149,7 @@ def _of_region(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
     return pack
 
 
-_REGIONS = "torchremat.regions."
+REGIONS = "torchremat.regions."  # where the saved-tensor hooks of regions are
 
 
 class _EnteredOffloads(threading.local):

@@ -80,6 +80,15 @@ def format_bytes(count: int) -> str:
     return f"{sign}{size / _UNITS['TiB']:.2f} TiB"
 
 
+def axis_unit(highest: int, *, least: int = 2) -> tuple[str, int]:
+    """Return the largest unit up to GiB of which `highest` bytes, the end of an axis, are `least`, and its bytes.
+
+    >>> axis_unit(28_313_608)
+    ('MiB', 1048576)
+    """
+    return next(((unit, _UNITS[unit]) for unit in ("GiB", "MiB", "KiB") if highest >= least * _UNITS[unit]), ("B", 1))
+
+
 def format_flops(count: int) -> str:
     """Return `count` flops in GFLOP, or in the larger unit that keeps the number below 1000.
 

@@ -13,18 +13,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TypeAlias
 
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import axis_unit, format_bytes
 from torchremat.views.page import Chart
 
 Figure: TypeAlias = dict[str, object]
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _FONT: Figure = {"family": "ui-sans-serif, system-ui, sans-serif", "size": 13, "color": "@ink"}
-
-
-def unit_of(highest: int) -> tuple[str, int]:
-    """Return the unit that sizes up to `highest` are drawn in, and its bytes."""
-    return next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
 
 
 def layout_of(**more: object) -> Figure:
@@ -70,7 +64,7 @@ def staircase_chart(
     note: str = "",
 ) -> Chart:
     """Return peak against time; the key of each point is its number."""
-    unit, size = unit_of(max(peak_bytes))
+    unit, size = axis_unit(max(peak_bytes))
     peaks = [peak / size for peak in peak_bytes]
     data: list[Figure] = [
         {

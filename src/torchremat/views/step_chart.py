@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from torchremat.tensors.sizes import format_bytes
-from torchremat.views.charts import Figure, layout_of, unit_of
+from torchremat.tensors.sizes import axis_unit, format_bytes
+from torchremat.views.charts import Figure, layout_of
 from torchremat.views.page import Chart
 from torchremat.views.steps import CurvePoint, Kind, Slice, Step
 
@@ -31,7 +31,7 @@ def step_chart(step: Step, *, others: Sequence[Step] = (), title: str, note: str
     """
     steps = (step, *others)
     highest = max([one.live_bytes for each in steps for one in each.points] + [step.budget_bytes or 0, 1])
-    unit, size = unit_of(highest)
+    unit, size = axis_unit(highest)
     time_unit, scale = ("s", 1.0) if max(each.ends_s for each in steps) >= 2 else ("ms", 1e3)
     points = thinned(step.points)
     if len(points) < len(step.points):

@@ -25,13 +25,11 @@ from torchremat.interop.torch_checkpoint.selective import SelectiveForward
 from torchremat.regions.calls import Body
 from torchremat.regions.decisions import SAVE, Decision, OperatorContext, Policy, decision_of, describe, stored_in
 from torchremat.regions.sessions import Session
+from torchremat.stores.offloading import REGIONS
 from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack, Unpack
-
-
-_REGIONS = "torchremat.regions."
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def hooks_around() -> Hooks | None:
     passed: list[tuple[Pack, Unpack]] = []
     try:
         while (top := top_saved_tensor_hooks(True)) is not None:
-            if not str(getattr(top[1], "__module__", "")).startswith(_REGIONS):
+            if not str(getattr(top[1], "__module__", "")).startswith(REGIONS):
                 return Hooks(*top)
             passed.append(top)
             pop_saved_tensor_hooks()

@@ -21,13 +21,11 @@ from torchremat.measuring.storages import tensors_in
 from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.optimizing.groups import groups_by_parameter, step_on
 from torchremat.planning.profiles.optimizers import stepped_and_undone
-from torchremat.planning.stepping import Stepping
+from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping
 from torchremat.stores.base import StoreStatistics
 from torchremat.tensors.handles import Store
 
 _TIMES = 3
-# Smaller tensors stay in memory, see `offload_optimizer`.
-_LEAST_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def stepping_seconds(subject: Subject, device: torch.device, store: Store | None
             raise
         let_go(error)
         parts_s, tensors = 0.0, []
-    payload = Payload(tensors=tuple(one for one in tensors if one[0] >= _LEAST_BYTES))
+    payload = Payload(tensors=tuple(one for one in tensors if one[0] >= LEAST_STORED_BYTES))
     moves_s = busy_s = 0.0
     if store is not None and payload.tensors:
         found = getattr(store, "statistics", None)

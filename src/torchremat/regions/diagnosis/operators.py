@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import noted_functions, saving_function
 from torchremat._compat.dynamo import enters_compiled_code
-from torchremat._compat.modes import EagerMode, sequence_number
+from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types, sequence_number
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.frames import MODULE_CALL, OURS, TORCH, module_of, running
 from torchremat.state.code import function_of
@@ -196,13 +196,7 @@ class OperatorLog(EagerMode):
             self._outermost = None
             self.ends.append(len(self.metadata))
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         name = str(func)
         if self._is_paused or name.startswith(_SILENT):
@@ -230,8 +224,8 @@ class OperatorLog(EagerMode):
         self,
         operator: LoggedOperator,
         place: SourcePlace,
-        func: Callable[..., object],
-        args: tuple[object, ...],
+        func: Operation,
+        args: Args,
         kwargs: Mapping[str, object],
         result: object,
     ) -> None:
@@ -336,7 +330,7 @@ class OperatorLog(EagerMode):
 
     # ------------------------------------------------------------------------------------------------------ writes
 
-    def _remember(self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _remember(self, func: Operation, args: Args, kwargs: Mapping[str, object]) -> None:
         schema = getattr(func, "_schema", None)
         if schema is None:
             return

@@ -32,7 +32,7 @@ NOTE [ Selective recompute ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary
@@ -40,7 +40,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.modes import alias_that_counts, counting_versions
+from torchremat._compat.modes import Operation, alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
 from torchremat.regions.selective.kept import (
@@ -54,8 +54,6 @@ from torchremat.regions.selective.kept import (
 )
 from torchremat.regions.selective.op_info import OpInfo
 from torchremat.stores.foreign import Counter
-
-Operator = Callable[..., object]
 
 
 def _again(selection: Selection, value: object) -> object:
@@ -279,7 +277,7 @@ class Selection:
         else:
             self._memories.pop(memory, None)
 
-    def difference(self, index: int, operator: Operator) -> str:
+    def difference(self, index: int, operator: Operation) -> str:
         """Return the words for an operator other than the one that ran at this index in the forward."""
         then = self.operators[index].operator if index < len(self.operators) else "none any more"
         return f"operator {index} of the recompute is {operator}, and in the forward it was {then}"

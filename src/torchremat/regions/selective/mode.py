@@ -14,7 +14,11 @@ from typing import TypeVar
 from torch.overrides import has_torch_function
 
 from torchremat._compat.modes import (
+    Args,
     EagerMode,
+    Kwargs,
+    Operation,
+    Types,
     innermost_dispatch_mode,
     past_torch_function,
     push_dispatch_mode,
@@ -23,8 +27,7 @@ from torchremat._compat.modes import (
 from torchremat._compat.sharding import is_run_by_fsdp
 from torchremat.ambient.global_state import only_watches
 from torchremat.ambient.hidden import hidden
-from torchremat.regions.selective.cache import Operator
-from torchremat.regions.selective.watching import Args, Collecting, Kwargs, Replaying
+from torchremat.regions.selective.watching import Collecting, Replaying
 from torchremat.regions.threads import thread
 
 T = TypeVar("T")
@@ -44,13 +47,7 @@ A = TypeVar("A")
 class _Mode(EagerMode):
     """The mode that shows each operator to the active watcher. See NOTE [ Modes and policies ]."""
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         run = thread.now.selecting
         is_seen = not (run is None or run.mode is not self or hidden.now) and not (
@@ -65,7 +62,7 @@ class _Mode(EagerMode):
             return see(func, args, kwargs)
 
 
-def _run(operator: Operator, args: Args, kwargs: Kwargs) -> object:
+def _run(operator: Operation, args: Args, kwargs: Mapping[str, object]) -> object:
     return operator(*args, **kwargs)
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import is_accumulating
+from torchremat._compat.modes import Operation
 from torchremat._compat.sharding import shards_anything
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import CheckpointError
 from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
-from torchremat.regions.selective.cache import Operator, Selection, written_by
+from torchremat.regions.selective.cache import Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
 from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
 
@@ -60,7 +61,7 @@ class Watching:
             self.is_away = True
         return self.is_away
 
-    def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+    def unasked(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that the policy is not asked about: it may write to kept memory."""
         op_info = known_op_info.get(id(operator)) or op_info_of(operator)
         if op_info.writes:
@@ -101,7 +102,7 @@ class Collecting(Watching):
             WeakKeyDictionary() if reads_names else None
         )
 
-    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+    def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
         if self.is_done:
             return self.unasked(operator, args, kwargs)
@@ -235,7 +236,7 @@ class Replaying(Watching):
         self._count = 0
         self.difference: str | None = None
 
-    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+    def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator, or return its kept output."""
         index = self._count
         selection = self.selection
