@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 LAYERS, WIDTH = 6, 128
 LAYER = WIDTH * WIDTH * 4
+BLOCK = 512  # of the allocator, for the NaN that all share
 
 
 def nothing(model, optimizer):
@@ -71,9 +72,9 @@ def test_what_waits_takes_no_memory_of_the_device():
 
     with offload_parameters(model, None, Host()):
         torch.cuda.synchronize()
-        assert with_parameters - torch.cuda.memory_allocated() >= LAYERS * LAYER - 512  # one NaN stays
+        assert with_parameters - torch.cuda.memory_allocated() in (LAYERS * LAYER, LAYERS * LAYER - BLOCK)
 
-    assert torch.cuda.memory_allocated() in (with_parameters, with_parameters + 512)
+    assert torch.cuda.memory_allocated() - with_parameters in (0, BLOCK)  # others may have made the NaN
 
 
 def test_three_parameters_are_in_memory_at_most():
@@ -88,5 +89,6 @@ def test_three_parameters_are_in_memory_at_most():
 
     ours = torchremat.measure(model, step)
 
-    print(plain, ours.peak_bytes, (plain - ours.peak_bytes) / LAYER, ours.parameter_bytes)
+    # The one that runs, the one before it, which leaves, and the one after it.
+    assert ours.parameter_bytes == 0
     assert plain - ours.peak_bytes == (LAYERS - 3) * LAYER
