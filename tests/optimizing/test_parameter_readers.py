@@ -415,17 +415,26 @@ def test_threads_run_one_model():
 
 
 def test_what_one_thread_uses_no_other_puts_away():
-    model, _ = chain(Host())
-    during = []
+    (model, _), during = chain(Host()), []
+    layer = model[3][0]
 
-    def look(*_):  # another thread runs the same layer, from its begin to its end, and reads all parameters
-        in_threads([lambda: model[3][0].forward(X), lambda: [p.detach() for p in model.parameters()]])
-        during.append(type(model[3][0].weight))
+    @torch.no_grad()
+    def run_and_read():
+        layer(X)
+        for p in model.parameters():
+            p.detach()
 
-    model[3][0].register_forward_pre_hook(look)
-    forward(model)
+    def look(*_):  # while this thread runs the layer, another one runs it from its begin to its end
+        hook.remove()
+        in_threads([run_and_read])
+        during.append(type(layer.weight))
+
+    hook = layer.register_forward_pre_hook(look)
+    with torch.no_grad():
+        forward(model)
 
     assert during == [nn.Parameter]
+    assert len(stored(model)) == LAYERS
 
 
 def test_a_thread_that_reads_changes_no_training():

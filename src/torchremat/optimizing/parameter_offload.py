@@ -78,6 +78,7 @@ class ParameterOffload:
         self._ends: set[int] = set()  # the backwards at whose end all of `_back` leaves
         self._leaving: list[Leaving] = []
         self._order = ReturnOrder()
+        self._ahead: Tensor | None = None  # what comes ahead of its use
 
     def begin(self, parts: Iterable[tuple[nn.Module, bool]]) -> None:
         """Put parameters away, and follow the calls of their modules.
@@ -102,6 +103,7 @@ class ParameterOffload:
         self._settle()
         for hook in self._hooks:
             hook.remove()
+        self._ahead = None
         for held in (self._hooks, self._known, self._back, self._stepping, self._uses):
             held.clear()
         if self._steps is not None and self._steps.parameters is self:
@@ -172,8 +174,11 @@ class ParameterOffload:
                 self._ends.add(task)
                 at_end_of_backward(partial(self._end, task))
             following = self._order.after(parameter, in_backward=task >= 0)
-        handle = None if following is None else handle_of(following)
-        if handle is not None:
+            handle = None if following is None else handle_of(following)
+            # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
+            begins = self._ahead is None or handle_of(self._ahead) is None
+            self._ahead = following if begins else self._ahead
+        if handle is not None and begins:
             handle.prefetch()
 
     def end(self) -> None:
