@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -74,6 +74,23 @@ def below_transforms() -> Generator[None]:
             for key in _OF_TRANSFORMS:
                 stack.enter_context(_exclude(_keys(key)))
         yield
+
+
+@cache
+def see_wrapped(seen: Callable[[object], None]) -> None:
+    """Call `seen` with each argument of a transform from now on, before code in C++ wraps it."""
+    for module, name in (
+        ("eager_transforms", "_wrap_for_grad"),
+        ("eager_transforms", "_wrap_functional_tensor"),
+        ("vmap", "_add_batch_dim"),
+    ):
+        owner = _bind(f"_functorch.{module}")
+        setattr(owner, name, partial(_wrapped, seen, _bind(f"_functorch.{module}.{name}")))
+
+
+def _wrapped(seen: Callable[[object], None], wrap: Callable[..., object], tensor: object, *args: object) -> object:
+    seen(tensor)
+    return wrap(tensor, *args)
 
 
 def require_grad(tensor: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.storages import address_of
 
 
@@ -19,15 +21,27 @@ class ModuleRun(NamedTuple):
         module: The module.
         has_pushed: Whether hooks for its saved tensors were set.
         parameters: The parameters that are in memory for it, by the address of their memory.
+        claims: The ids of the parameters that take part.
     """
 
     module: nn.Module
     has_pushed: bool
     parameters: dict[int, Tensor]
+    claims: list[int]
+
+    def claim(self, parameter: Tensor, running: Counter[int]) -> None:
+        """Let a parameter take part; `running` counts in how many calls each does."""
+        self.claims.append(id(parameter))
+        running[id(parameter)] += 1
 
     def add(self, parameter: Tensor) -> None:
-        """Add a parameter."""
+        """Take note of a parameter that takes part, and is in memory."""
         self.parameters[address_of(parameter.untyped_storage())] = parameter
+
+    def end(self, running: Counter[int]) -> None:
+        """Let none take part any more."""
+        running.subtract(self.claims)
+        self.claims.clear()
 
 
 class ModuleRuns(threading.local):
@@ -53,11 +67,23 @@ class ReturnOrder:
         return None if found is None else found()
 
 
+class _CannotBeScriptedError(UnsupportedError, AttributeError):
+    """An AttributeError, so that `hasattr` is False."""
+
+
 class ModuleHook:
     """A hook of a module. That of a copy does nothing: the parameters of a copied model are in memory."""
 
     def __init__(self, run: Callable[[nn.Module], None] | None = None) -> None:
         self._run = run
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks for first."""
+        raise _CannotBeScriptedError(
+            "torchremat.offload_parameters keeps parameters of this model in a store, and scripted code would read "
+            "them without asking for them. Script the model after `remove()` of the offload."
+        )
 
     @property
     def is_active(self) -> bool:

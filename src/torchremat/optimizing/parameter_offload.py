@@ -32,16 +32,18 @@ from torchremat._compat.autograd import (
 )
 from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
+from torchremat._compat.sharding import data_parallel_around, is_managed
 from torchremat._compat.transforms import is_transformed, without_wrappers
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.storages import address_of
 from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder
+from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import is_released
 from torchremat.optimizing.stored_state import check_store
-from torchremat.stores.base import land, settle
+from torchremat.stores.base import land
 from torchremat.stores.held import Kept
 from torchremat.stores.stored_parameters import (
     SavedView,
@@ -50,7 +52,7 @@ from torchremat.stores.stored_parameters import (
     handle_of,
     put_away,
 )
-from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.handles import Store
 
 
 class ParameterOffload:
@@ -70,12 +72,13 @@ class ParameterOffload:
         self._known: dict[int, ReferenceType[Tensor]] = {}
         self._runs = ModuleRuns()
         self._lock = threading.RLock()  # autograd runs a thread for each device
-        self._read: list[Tensor] = []  # what was read last while no module ran
+        self._uses = ParameterUses()
         self._back: dict[int, Tensor] = {}  # have come in, and did not leave when they were to
         self._stepping: list[Tensor] = []  # have a gradient, and make their part of the step next
         self._ends: set[int] = set()  # the backwards at whose end all of `_back` leaves
-        self._leaving: list[tuple[Handle, Tensor]] = []
+        self._leaving: list[Leaving] = []
         self._order = ReturnOrder()
+        self._ahead: Tensor | None = None  # what comes ahead of its use
 
     def begin(self, parts: Iterable[tuple[nn.Module, bool]]) -> None:
         """Put parameters away, and follow the calls of their modules.
@@ -100,7 +103,8 @@ class ParameterOffload:
         self._settle()
         for hook in self._hooks:
             hook.remove()
-        for held in (self._hooks, self._known, self._read, self._back, self._stepping):
+        self._ahead = None
+        for held in (self._hooks, self._known, self._back, self._stepping, self._uses):
             held.clear()
         if self._steps is not None and self._steps.parameters is self:
             self._steps.parameters = None
@@ -124,7 +128,9 @@ class ParameterOffload:
             StoreError: One cannot be brought back.
         """
         for one in parameters:
+            self._uses.stepping.add(id(one))
             bring_back(one)
+            self._uses.on_this_stream(one)
 
     def give(self, parameters: Iterable[Tensor]) -> None:
         """Put parameters away; what other code holds stays, and is tried again later.
@@ -132,56 +138,66 @@ class ParameterOffload:
         Raises:
             StoreError: The store is strict, and has no room. What it has not taken is in memory.
         """
+        parameters = list(parameters)
         with self._lock:
-            left: list[tuple[Handle, Tensor]] = []
-            for one in parameters:
-                if one.nbytes >= self._min_bytes and can_leave(one):
-                    self._watch(one)
-                    gone = put_away(one, self.store, self)
-                    left += gone
-                    if not gone:
-                        self._back[id(one)] = one
-            if left:
-                before, self._leaving = self._leaving, left
-                for handle, _ in before:
-                    settle(handle)
+            self._uses.stepping.difference_update(map(id, parameters))
+            self._put_away(parameters)
+
+    def _put_away(self, parameters: Iterable[Tensor]) -> None:
+        left: list[Leaving] = []
+        for one in parameters:
+            if one.nbytes >= self._min_bytes and can_leave(one):
+                self._watch(one)
+                stream = self._uses.stream_of(one)
+                with on(stream):  # which has written it, and may reuse its memory
+                    gone = [] if self._uses.forbid(one) else put_away(one, self.store, self)
+                left += [Leaving(handle, values, stream) for handle, values in gone]
+                if gone:
+                    self._uses.forget(one)
+                else:
+                    self._back[id(one)] = one
+        if left:
+            before, self._leaving = self._leaving, left
+            settle_all(before)
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
         task = current_graph_task()
         with self._lock:
+            self._uses.on_this_stream(parameter)
             if is_read and self._runs.open:
+                self._runs.open[-1].claim(parameter, self._uses.running)
                 self._runs.open[-1].add(parameter)
             elif is_read:
-                last, self._read = self._read, [parameter]
-                self.give(one for one in last if one is not parameter)
+                self._put_away(self._uses.read(parameter, in_backward=task >= 0))
             if task >= 0 and task not in self._ends:
                 self._ends.add(task)
                 at_end_of_backward(partial(self._end, task))
             following = self._order.after(parameter, in_backward=task >= 0)
-        handle = None if following is None else handle_of(following)
-        if handle is not None:
+            handle = None if following is None else handle_of(following)
+            # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
+            begins = self._ahead is None or handle_of(self._ahead) is None
+            self._ahead = following if begins else self._ahead
+        if handle is not None and begins:
             handle.prefetch()
 
     def end(self) -> None:
         """Put away what has come back, and wait until all is out."""
         self._stepping.clear()
+        self._uses.stepping.clear()
         self._give_rest()
         self._settle()
 
     def _give_rest(self) -> None:
         with self._lock:
-            rest = {**self._back, **{id(one): one for one in self._read}}
-            running = {id(one) for run in self._runs.open for one in run.parameters.values()}
-            self._read.clear()
-            self.give(one for key, one in rest.items() if key not in running)
+            rest = [*self._back.values(), *self._uses.done_reading()]
+            self._put_away({id(one): one for one in rest}.values())
             self._back.clear()  # the others leave when their modules have run
 
     def _settle(self) -> None:
         with self._lock:
             leaving, self._leaving = self._leaving, []
-        for handle, _ in leaving:
-            settle(handle)
+        settle_all(leaving)
         if leaving:
             land(self.store, all_of_it=True)
 
@@ -189,6 +205,7 @@ class ParameterOffload:
         found = self._known.get(id(parameter))
         if found is None or found() is not parameter:
             self._known[id(parameter)] = ref(parameter)
+            self._uses.forget(parameter)
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._complete))
 
@@ -197,30 +214,45 @@ class ParameterOffload:
     @outside_graphs
     def _enter(self, module: nn.Module, *, is_whole: bool) -> None:
         """Bring the parameters of a module back, which begins to run."""
+        _check_around(module)
+        if self._runs.open and self._runs.open[0].module is module:
+            self._close(0)  # a KeyboardInterrupt runs no hooks
         # Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
         pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
         if pushes:
             push_saved_tensor_hooks(except_traced(self._pack), _unpack)
-        run = ModuleRun(module, pushes, {})
+        run = ModuleRun(module, pushes, {}, [])
         self._runs.open.append(run)
         for one in module.parameters(is_whole):
             own = without_wrappers(one)  # `functional_call` under a transform
-            bring_back(own)
-            if own.nbytes >= self._min_bytes and can_leave(own):
-                run.add(own)
+            if own.nbytes >= self._min_bytes:
+                with self._lock:
+                    run.claim(own, self._uses.running)
+                bring_back(own)
+                if can_leave(own):
+                    run.add(own)
+                    self._uses.on_this_stream(own)
 
     @outside_graphs
     def _leave(self, module: nn.Module) -> None:
         """Put away what came back for a module, which has run or has raised."""
-        while self._runs.open:
-            run = self._runs.open.pop()  # of another module, if that was interrupted
-            if run.has_pushed:
+        found = [number for number, run in enumerate(self._runs.open) if run.module is module]
+        if found:  # not if another hook has raised before ours
+            self._close(found[-1])
+            if current_graph_task() < 0:
+                self._give_rest()
+
+    def _close(self, number: int) -> None:
+        """End a call, and all calls inside of it that were interrupted."""
+        while len(self._runs.open) > number:
+            run = self._runs.open.pop()
+            top = top_saved_tensor_hooks(True)
+            if run.has_pushed and top is not None and top[1] is _unpack:
                 pop_saved_tensor_hooks()
-            self.give(run.parameters.values())  # in a recompute, too: other code holds what its nodes need next
-            if run.module is module:
-                break
-        if current_graph_task() < 0:
-            self._give_rest()
+            with self._lock:
+                run.end(self._uses.running)
+                # In a recompute, too: other code holds what its nodes need next.
+                self._put_away(run.parameters.values())
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
@@ -238,6 +270,7 @@ class ParameterOffload:
         done = [parameter]
         if is_released(parameter):  # its part of the step comes before or after this hook
             done, self._stepping = self._stepping, done
+            self._uses.on_this_stream(parameter)
         self.give(done)
 
     def _end(self, task: int) -> None:
@@ -313,6 +346,16 @@ def offload_parameters(
         own.remove()
         raise
     return own
+
+
+def _check_around(module: nn.Module) -> None:
+    around = data_parallel_around()
+    if is_managed(module) or (around is not None and any(module is one for one in around.modules())):
+        raise UnsupportedError(
+            f"a {type(module).__name__} was put into {'fully_shard' if around is None else 'DistributedDataParallel'} "
+            "after torchremat.offload_parameters, which cannot move what is sharded or reduced. Call `remove()` of the "
+            "offload before."
+        )
 
 
 def keeps_in_store(model: nn.Module) -> bool:

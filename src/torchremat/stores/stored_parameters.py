@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.modes import without_torch_function
+from torchremat._compat.dynamo import outside_graphs
+from torchremat._compat.modes import outside_traces, without_torch_function
 from torchremat._compat.tensors import holders_in_torch, tensors_in
-from torchremat._compat.transforms import below_transforms
+from torchremat._compat.transforms import below_transforms, see_wrapped
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
@@ -64,6 +65,7 @@ class StoredParameter(nn.Parameter):
     """A parameter that is not in memory. See NOTE [ A parameter that is not in memory ]."""
 
     @classmethod
+    @outside_graphs
     def __torch_function__(
         cls,
         func: Callable[..., object],
@@ -76,17 +78,16 @@ class StoredParameter(nn.Parameter):
         if func in _READ_NO_VALUES:
             with without_torch_function():
                 return func(*args, **kwargs)
-        found = [one for one in tensors_of((args, kwargs)) if type(one) is StoredParameter]
-        if not found:
+        own = [one for one in tensors_of((args, kwargs)) if type(one) in (StoredParameter, nn.Parameter)]
+        if all(type(one) is nn.Parameter for one in own):
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)}: somewhere in its arguments is a parameter that "
                 "torchremat.offload_parameters keeps in a store. Pass it by itself, or in a list or dict."
             )
-        held: list[Tensor] = []  # none of them may leave before the call
-        for one in found:
+        held: list[torch.UntypedStorage] = []  # none may leave during the call, for another one or in another thread
+        for one in own:
             bring_back(one, is_read=True)
-            held.append(one.detach())
-        del held
+            held.append(one.untyped_storage())
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
@@ -151,6 +152,11 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
     stored.keeper.came_back(parameter, is_read=is_read)
 
 
+def _read(argument: object) -> None:
+    if type(argument) is StoredParameter:
+        bring_back(argument, is_read=True)
+
+
 def handle_of(parameter: Tensor) -> Handle | None:
     """Return a store's claim on the values of a parameter; None if they are in memory."""
     stored = _stored.get(id(parameter))
@@ -166,6 +172,7 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
     Raises:
         StoreError: The store is strict, and has no room. The parameter is in memory.
     """
+    see_wrapped(_read)
     with _lock:
         if not can_leave(parameter) or not _is_alone(parameter):
             return []
@@ -218,6 +225,7 @@ def _plainly() -> Generator[None]:
         torch.inference_mode(mode=False),
         torch.no_grad(),
         below_transforms(),
+        outside_traces(),
         hiding(),
         without_torch_function(),
     ):

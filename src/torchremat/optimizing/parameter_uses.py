@@ -1,0 +1,105 @@
+"""What uses the parameters of an offload now: calls of modules, the optimizer's step, other threads, streams."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.accelerators import accelerator_of, record_stream
+from torchremat.stores.base import settle
+from torchremat.stores.transfers import current_stream
+from torchremat.tensors.handles import Handle
+
+
+class ParameterUses:
+    """Uses during which a parameter must not leave, though other code does not hold its values.
+
+    Operators hold what they are given only while they save it for a backward. So what a thread works on, without a
+    graph, no other thread may put away.
+
+    Attributes:
+        running: In how many calls of modules a parameter takes part, by its id, over all threads.
+        stepping: The ids of those that take part in the optimizer's step.
+    """
+
+    def __init__(self) -> None:
+        self.running: Counter[int] = Counter()
+        self.stepping: set[int] = set()
+        self._read: dict[int, Tensor] = {}  # what each thread has read last, outside of modules
+        self._streams: dict[int, torch.Stream] = {}
+
+    def forbid(self, parameter: Tensor) -> bool:
+        """Return whether a parameter must not leave now."""
+        key = id(parameter)
+        own = (threading.get_ident(), _BACKWARD)
+        others = [one for reader, one in self._read.items() if reader not in own]
+        return key in self.stepping or self.running[key] > 0 or any(one is parameter for one in others)
+
+    def read(self, parameter: Tensor, *, in_backward: bool) -> list[Tensor]:
+        """Take note of what this thread, or a backward, reads; return what it has read before."""
+        key = _BACKWARD if in_backward else threading.get_ident()
+        last, self._read[key] = self._read.get(key), parameter
+        return [] if last is None or last is parameter else [last]
+
+    def done_reading(self) -> list[Tensor]:
+        """Return what was read by this thread, the backward, and threads that have ended."""
+        others = {one.ident for one in threading.enumerate()} - {threading.get_ident()}
+        return [self._read.pop(reader) for reader in list(self._read) if reader not in others]
+
+    def on_this_stream(self, parameter: Tensor) -> None:
+        """Take note of the stream that uses a parameter from now on."""
+        if parameter.device.type != "cpu":
+            stream = current_stream(parameter.device)
+            if self._streams.get(id(parameter), stream) != stream:
+                record_stream(parameter.detach(), stream)
+            self._streams[id(parameter)] = stream
+
+    def stream_of(self, parameter: Tensor) -> torch.Stream | None:
+        """Return the stream that has used a parameter last, None on the host."""
+        if id(parameter) not in self._streams:
+            self.on_this_stream(parameter)
+        return self._streams.get(id(parameter))
+
+    def forget(self, parameter: Tensor) -> None:
+        """Take note that a parameter has left, or is another one than its id said before."""
+        self._streams.pop(id(parameter), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for held in (self.running, self.stepping, self._read, self._streams):
+            held.clear()
+
+
+_BACKWARD = -1  # it has threads of its own, and leaves nothing that they have read
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Return a block that works on a stream, if there is one."""
+    return nullcontext() if stream is None else accelerator_of(stream.device).on(stream)
+
+
+class Leaving(NamedTuple):
+    """Values that a store reads.
+
+    Attributes:
+        handle: The store's claim.
+        values: The values.
+        stream: Their stream, which may reuse their memory.
+    """
+
+    handle: Handle
+    values: Tensor
+    stream: torch.Stream | None
+
+
+def settle_all(leaving: Iterable[Leaving]) -> None:
+    """Let each stream wait until the store has read what it owns."""
+    for one in leaving:
+        with on(one.stream):
+            settle(one.handle)

@@ -1,0 +1,94 @@
+"""Parameters of a device in stores: exact bytes, and values that streams hand on in order."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import torchremat
+from optimizing.loops import equal
+from torchremat import Disk, Host, offload_optimizer, offload_parameters, release_gradients
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, WIDTH = 6, 128
+LAYER = WIDTH * WIDTH * 4
+BLOCK = 512  # of the allocator, for the NaN that all share
+
+
+def nothing(model, optimizer):
+    """The plain loop."""
+
+
+def parameters(model, optimizer):
+    offload_parameters(model, optimizer, Host(), min_bytes=8)
+
+
+def on_disk(model, optimizer):
+    offload_parameters(model, optimizer, Disk(), min_bytes=8)
+
+
+def all_three(model, optimizer):
+    release_gradients(model, optimizer)
+    offload_optimizer(optimizer, Host(), min_bytes=8)
+    parameters(model, optimizer)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+
+
+def trained(prepare, *, on_two_streams):
+    """What four steps end with; one layer may work on a stream of its own."""
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    prepare(model, optimizer)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for number in range(4):
+        optimizer.zero_grad()
+        x = model[0](number * torch.ones(2, WIDTH, device="cuda"))
+        stream = side if on_two_streams else main
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            x = model[1](x)
+        main.wait_stream(stream)
+        model[2:](x).square().sum().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("on_two_streams", [False, True], ids=["one stream", "two streams"])
+@pytest.mark.parametrize("prepare", [parameters, on_disk, all_three], ids=lambda one: one.__name__)
+def test_a_run_is_bit_for_bit_the_plain_one(prepare, on_two_streams):
+    own = trained(prepare, on_two_streams=on_two_streams)
+
+    assert equal(own, trained(nothing, on_two_streams=on_two_streams))
+
+
+def test_what_waits_takes_no_memory_of_the_device():
+    model = net()
+    with_parameters = torch.cuda.memory_allocated()
+
+    with offload_parameters(model, None, Host()):
+        torch.cuda.synchronize()
+        assert with_parameters - torch.cuda.memory_allocated() in (LAYERS * LAYER, LAYERS * LAYER - BLOCK)
+
+    assert torch.cuda.memory_allocated() - with_parameters in (0, BLOCK)  # others may have made the NaN
+
+
+def test_three_parameters_are_in_memory_at_most():
+    def step(model):
+        return model(torch.ones(4, WIDTH, device="cuda")).square().mean()
+
+    model = net()
+    plain = torchremat.measure(model, step).peak_bytes
+    offload_parameters(model, None, Host())
+    step(model).backward()  # learns what to bring ahead
+    model.zero_grad()
+
+    ours = torchremat.measure(model, step)
+
+    # The one that runs, the one before it, which leaves, and the one after it.
+    assert ours.parameter_bytes == 0
+    assert plain - ours.peak_bytes == (LAYERS - 3) * LAYER
