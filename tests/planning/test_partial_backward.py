@@ -232,6 +232,7 @@ MODELS = {
     "vit": lambda: zoo.vit(blocks=3, width=32),
     "attention": KINDS["attention"],
     "transformer": KINDS["transformer"],
+    "encoder layers": KINDS["encoder layers"],
     "recurrent": KINDS["recurrent"],
 }
 
