@@ -232,7 +232,6 @@ MODELS = {
     "vit": lambda: zoo.vit(blocks=3, width=32),
     "attention": KINDS["attention"],
     "transformer": KINDS["transformer"],
-    "encoder layers": KINDS["encoder layers"],
     "recurrent": KINDS["recurrent"],
 }
 
