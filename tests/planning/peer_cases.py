@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import models
 from logs import Hidden
 from planning.steps import profile, traced_peak, under
 from probes.memory import record_allocations
@@ -92,6 +93,15 @@ def data_parallel():
     assert chosen.recomputed_calls > 0
     before = chosen.before_bytes
     assert before["communication"] == before["gradients"]
+
+
+def data_parallel_in_parts():
+    model, step = models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32)
+    parallel = DistributedDataParallel(model)
+
+    chosen = verified(parallel, Planner(parallel, step, cost="flops").plan("min"), step)
+
+    assert any(one.cuts for one in chosen.held)
 
 
 def gradients_as_views_of_buckets():
@@ -438,6 +448,7 @@ CASES = {
     case.__name__: case
     for case in (
         data_parallel,
+        data_parallel_in_parts,
         gradients_as_views_of_buckets,
         fully_sharded,
         fully_sharded_and_kept_gathered,

@@ -25,6 +25,7 @@ SIZES = (
     "copied_bytes",
     "settle_bytes",
     "recast_bytes",
+    "graph_bytes",
 )
 
 

@@ -1,5 +1,8 @@
 """Recomputes in parts in plans: where units are cut, what that saves, and that plans have no more of it than needed."""
 
+from contextlib import nullcontext
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,7 @@ import models
 from planning.steps import profile
 from probes.memory import record_allocations
 from probes.planning import RegionNode, cut_options, kept, unit_operators
-from torchremat import Plan, PlanError, Planner
+from torchremat import BudgetWarning, Plan, PlanError, Planner, session
 
 SIDE = 64
 ONE = 4 * SIDE * SIDE  # bytes of a tensor
@@ -109,3 +112,55 @@ def test_operators_false_plans_whole_units():
     plan = Planner(*gpt(), cost="flops", operators=False).plan("min")
 
     assert plan.held == ()
+
+
+def trained(model, step, optimizer, *, within=nullcontext):
+    """What three steps leave of the losses and of the parameters."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        with within():
+            loss = step(model)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *model.parameters()]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+@pytest.mark.parametrize("case", ["float32", "autocast", "copied", "released"])
+def test_a_plan_in_parts_trains_as_no_plan_does(case):
+    model, plainly = models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32, dropout=0.1)
+    twin = deepcopy(model)
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            return plainly(model)
+
+    plain = trained(twin, step, adamw(twin))
+    optimizer = adamw(model)
+    plan = Planner(model, step, optimizer=optimizer, cost="flops", release_gradients=case == "released").plan("min")
+    plan.apply(model)
+    planned = deepcopy(model) if case == "copied" else model
+    optimizer = adamw(planned) if case == "copied" else optimizer
+
+    found = trained(planned, step, optimizer)
+
+    assert any(one.cuts for one in plan.held)
+    assert all(map(torch.equal, found, plain))
+
+
+def test_a_session_is_exact_and_what_it_takes_above_the_budget_is_told():
+    model, step = gpt()
+    twin = deepcopy(model)
+    plain, optimizer = trained(twin, step, adamw(twin)), adamw(model)
+    Planner(model, step, optimizer=optimizer, cost="flops").plan("min").apply(model)
+
+    with pytest.warns(BudgetWarning, match="above the budget"):
+        found = trained(model, step, optimizer, within=session)
+
+    assert all(map(torch.equal, found, plain))

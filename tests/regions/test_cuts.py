@@ -9,6 +9,8 @@ The steps save nine tensors, the letters are logged where each step begins:
 """
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from weakref import ref
 
@@ -22,6 +24,7 @@ from logs import Log
 from probes.memory import record_allocations
 from probes.regions import Observer, Region, Settings
 from torchremat import CheckpointError, MutationError, session
+from torchremat.extend import only_watches
 
 
 class Steps(nn.Module):
@@ -286,3 +289,109 @@ def test_it_agrees_with_what_a_policy_holds():
     assert all(map(torch.equal, found, plain))
     # The result of the exponential is there, so the second part ends before it.
     assert module.ran == "abcdabcda"
+
+
+class Norms(nn.Module):
+    """Has what a recompute restores, buffers, draws and casts under autocast, and a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+        self.log = Log()
+
+    def forward(self, x):
+        self.log.append("a")
+        x = self.norms[0](self.first(x)).tanh()
+        slope = torch.autograd.grad(x.sum(), x, create_graph=True)[0]
+        self.log.append("b")
+        return self.norms[1](self.second(F.dropout(x * slope, 0.3))).sigmoid()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("cuts", [(5,), (2, 5, 8), tuple(range(1, 12))], ids=["one", "three", "all"])
+def test_each_part_has_the_world_of_the_forward(cuts, autocast):
+    module = Norms()
+    twin, x = deepcopy(module), torch.linspace(-1, 1, 32).view(8, 4)
+
+    def trained(call, module):
+        torch.manual_seed(1)
+        found = []
+        for left in (1, 0, 1, 0):
+            if left:
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = call(x.requires_grad_()).square().sum()
+            loss.backward(retain_graph=bool(left))
+            found += [parameter.grad.clone() for parameter in module.parameters()]
+            found += [x.grad.clone(), torch.get_rng_state(), *(buffer.clone() for buffer in module.buffers())]
+        x.grad = None
+        return found
+
+    plain = trained(twin, twin)
+    found = trained(partial(in_parts, module, cuts), module)
+
+    assert all(map(torch.equal, found, plain))
+    assert module.log.count("a") > 2 + 4  # two forwards, and more than one recompute in each of four backwards
+
+
+def test_leaves_in_turn_and_threads_at_once_have_their_own_parts():
+    module = Steps()
+    x = torch.linspace(-1, 1, 4, requires_grad=True)
+    leaves = [x, module.weight]
+
+    def graph(call):
+        torch.manual_seed(1)
+        return call(x).sum()
+
+    loss = graph(module)
+    plain = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
+    _ = module.ran
+    region = Region(Settings(cuts=(2, 4, 7)))
+    loss = graph(lambda x: region.call(module, (x,), {}, [module]))
+
+    def gradient(leaf):
+        return torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+
+    in_turn = [gradient(leaf) for leaf in leaves]
+    once = module.ran[4:]
+    with ThreadPoolExecutor(4) as threads:
+        at_once = list(threads.map(gradient, leaves * 8))
+
+    assert all(map(torch.equal, in_turn, plain))
+    assert all(map(torch.equal, at_once, plain * 8))
+    assert once == 2 * "abcdabcaba"
+    assert len(module.ran) == 8 * len(once)
+    assert region.waiting.owners == {}
+
+
+@only_watches
+class Trap(Log):
+    """A log that raises once, at the entry of a number."""
+
+    at = 0
+
+    def append(self, entry):
+        super().append(entry)
+        if len(self) == self.at:
+            raise ValueError("not now")
+
+
+@pytest.mark.parametrize("at", range(5, 14))
+def test_a_backward_after_one_that_failed_anywhere_is_exact(at):
+    module = Steps()
+    plain = gradients(module, module)
+    module.log = Trap()
+    module.zero_grad()
+    torch.manual_seed(1)
+    x = torch.linspace(-1, 1, 4, requires_grad=True)
+    loss = in_parts(module, (4, 7), x).square().sum()
+    module.log.at = at
+
+    with pytest.raises(ValueError, match="not now"):
+        loss.backward(retain_graph=True)
+    module.zero_grad()
+    x.grad = None
+    loss.backward()
+
+    assert all(map(torch.equal, [x.grad, module.weight.grad], plain))
+    assert module.ran[at:] == "abcdabcab"

@@ -27,11 +27,15 @@ _EXECUTED = (
     "what runs again does so in regions, and these take what was measured of them: for each tensor that is saved, and "
     "where they begin or pass over an operator"
 )
-_PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
+_PERSISTENT = (
+    "nested regions span whole calls of those that the plan is over, recompute each of these at once, neither in part "
+    "nor in parts, and take the bytes of the solver's chain"
+)
 _STEPPING = "the optimizer steps as under the plan ({}), and what that adds to a step is not counted"
 _NO_BOUND = "the plain step as observed does not fit the budget, though the plan does"
 _STORED = "tensors wait in stores, and the bounds are of schedules that recompute all that they do not hold"
 _NO_CHAIN = "nested regions: the calls of this step make no chain"
+_NO_TREE = "nested regions: none over whole calls fits the budget, by the bytes of the solver's chain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,9 @@ class Certificate:
         cost: Cost of the plan's recomputes, and of the copies to and from stores, if it minimises seconds.
         step_cost: Cost of a plain step, forward and backward.
         bound_all: Lower bound on the recompute cost of any schedule; None if unknown.
-        bound_persistent: The same for all nested regions over the calls that the plan chooses among; None if unknown.
+        bound_persistent: The same for all nested regions over the calls that the plan chooses among; None if unknown,
+            or if none of them fits the budget. A plan that keeps or recomputes calls in parts may cost less: then it is
+            the cost of the plan.
         seconds: Time to compute the bounds.
         assumptions: The assumptions of the bounds, in words.
         missing: Why a bound is None, in words.
@@ -155,6 +161,9 @@ class Claim:
                 missing.append(_NO_CHAIN)
             else:
                 persistent = least_cost(self.nested.chain, self.limit_bytes + self.nested.slack_bytes)
+                if math.isinf(persistent):
+                    persistent = None
+                    missing.append(_NO_TREE)
         return Certificate(
             unit=self.unit,
             cost=self.cost,

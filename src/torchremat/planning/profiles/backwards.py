@@ -116,12 +116,28 @@ class Backwards:
         self._position = position
         pairs = pairs_of(trace)
         self._pairs = pairs[np.argsort(pairs[:, 1])]
+        self._made = pairs[np.argsort(pairs[:, 0])]
 
     def interval(self, pointer: int, position: int) -> tuple[int, int] | None:
         """Return the events that allocated and freed the memory at an address before a position; None if it is free."""
         at_address = self._intervals.get(pointer, ())
         place = bisect_left(at_address, (position,)) - 1
         return at_address[place] if place >= 0 and at_address[place][1] >= position else None
+
+    def graph_bytes(self, own: WatchedUnit, forward: int, saved: Container[int]) -> int:
+        """Return the bytes that a unit has made, neither outputs nor saved, and that are freed with its graph.
+
+        Args:
+            own: The unit.
+            forward: The mark at the end of the forward.
+            saved: The events that allocated what the unit has saved.
+        """
+        begin, end, first = (self._position[mark] for mark in (own.begins, own.settles, forward))
+        made = self._made[slice(*np.searchsorted(self._made[:, 0], (begin, end)))]
+        made = made[(first <= made[:, 1]) & (made[:, 1] < len(self._delta_bytes))]
+        outputs = {found[0] for pointer in own.output_pointers if (found := self.interval(pointer, end)) is not None}
+        kept = (event for event in made[:, 0].tolist() if event not in saved and event not in outputs)
+        return sum(int(self._delta_bytes[event]) for event in kept)
 
     def copied_bytes(self, own: WatchedUnit, fixed: Container[int]) -> int:
         """Return the bytes that a unit's recompute has made for saved tensors from before the step."""

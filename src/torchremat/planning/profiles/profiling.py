@@ -370,7 +370,8 @@ def watch(
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
-            del loss
+            del loss  # what the graph still keeps is freed in the record
+            recorder.mark("dropped")
         events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)

@@ -47,6 +47,7 @@ class WatchedUnit:
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address is reused
+    output_pointers: list[int] = field(default_factory=list[int])  # of the outputs, among the allocations
     boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
     saves: list[UnitSave] = field(default_factory=list[UnitSave])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
@@ -227,6 +228,7 @@ class Watcher(UnitObserver):
                 continue
             own.outputs[address_of(storage)] = was.storage
             own.output_refs.append(StorageWeakRef(storage))
+            own.output_pointers.append(self.pointer_of(storage))
         own.settles, own.ends = self.since, ends
 
     def recomputing(self, region: Recomputable) -> None:

@@ -34,6 +34,7 @@ _SIZES = (
     "copied_bytes",
     "settle_bytes",
     "recast_bytes",
+    "graph_bytes",
 )
 # All byte and flop counts of `OptionBytes`.
 _OPTION_SIZES = (

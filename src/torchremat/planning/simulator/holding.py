@@ -114,7 +114,7 @@ class Links:
         traced: Whether the caller needs to know what the outputs keep.
 
     Attributes:
-        ended: Ids of the nested regions of the recompute whose last unit has run.
+        ended: Ids of the nested regions of the recompute whose last unit has run, and of the units that have run.
     """
 
     def __init__(self, units: Units, region: RegionNode, *, traced: bool) -> None:
@@ -123,9 +123,9 @@ class Links:
         later = units.units[first + 1 : region.last + 1]  # the first unit takes nothing that the region makes
         taken = [[storage for storage, producer in unit.links if producer >= first] for unit in later]
         self._last_use = last_uses(taken, first + 1)
-        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
+        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of what is in it.
         self._leaves: dict[int, set[int]] = {}
-        self._regions: dict[int, set[int]] = {}
+        self._graphs: dict[int, set[int]] = {}
         self.ended: set[int] = set()
 
     @property
@@ -139,9 +139,9 @@ class Links:
         return set[int]().union(*self._leaves.values())
 
     @property
-    def regions(self) -> set[int]:
-        """Ids of the nested regions that the outputs keep."""
-        return set[int]().union(*self._regions.values())
+    def graphs(self) -> set[int]:
+        """Ids of the nested regions and of the units whose graphs the outputs keep."""
+        return set[int]().union(*self._graphs.values())
 
     def pass_on(self, unit: int, own: Unit, inner: Iterable[RegionNode]) -> None:
         """Record the outputs of a unit that has run in the regions `inner`, and forget those no longer needed."""
@@ -151,14 +151,14 @@ class Links:
             self._leaves.update(dict.fromkeys(own.outputs, _NONE))
         for storage in ended(self._leaves, self._last_use, unit):
             del self._leaves[storage]
-            self._regions.pop(storage, None)
+            self._graphs.pop(storage, None)
 
     def _trace(self, unit: int, own: Unit, inner: Iterable[RegionNode]) -> None:
         """Record the outputs of a unit with what they keep."""
         # An output that no gradient flows to is in no graph.
         given = own.differentiable
         leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in given))
-        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in given))
-        self.ended.update(id(one) for one in inner if one.last <= unit)
+        graphs = {id(own), *map(id, inner)}.union(*(self._graphs.get(storage, ()) for storage in given))
+        self.ended.update((id(own), *(id(one) for one in inner if one.last <= unit)))
         for storage in own.outputs:
-            self._leaves[storage], self._regions[storage] = leaves, regions
+            self._leaves[storage], self._graphs[storage] = leaves, graphs

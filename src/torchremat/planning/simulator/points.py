@@ -58,6 +58,8 @@ class UnitBytes:
         settle_bytes: Bytes to find out what it has drawn or changed, in addition to `look_bytes`.
         recast_bytes: Casts that a recompute makes and its forward found already made,
             see NOTE [ Casts in a recompute ].
+        graph_bytes: Bytes that its graph keeps without any hook: numbers that its operators take as 0-d tensors, and
+            what an `autograd.Function` keeps as an attribute of its context.
         has_backward: Whether backward needs anything of it.
     """
 
@@ -73,6 +75,7 @@ class UnitBytes:
     copied_bytes: int
     settle_bytes: int
     recast_bytes: int
+    graph_bytes: int
     has_backward: bool
 
     def dropping_bytes(self, levels: int, option: OptionBytes | None = None) -> int:

@@ -275,12 +275,13 @@ class MemorySimulator:
         around = self.around[region.first][: self.depth[id(region)] - 1]
         anew = self.anew_in[id(region)] = dict(self.anew_in[id(around[-1])]) if around and self.is_ahead else {}
         last, runs_last = self.last_needed(region, children, until)
-        has_states = any(size.state_bytes for size in self.sizes[region.first : last + 1])
-        links = Links(self.units, region, traced=nested or has_states)
+        keeps = any(size.state_bytes or size.graph_bytes for size in self.sizes[region.first : last + 1])
+        links = Links(self.units, region, traced=nested or keeps)
         lets_go = nested and not self.is_ahead  # a session keeps everything until the backward arrives
         inputs = (self.units.units[unit].inputs for unit in range(region.first, region.last + 1))
         last_use = last_uses(inputs, region.first) if lets_go else {}
-        states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
+        # Of the nested regions that the recompute makes, and of the graphs of its units, by id.
+        states: dict[int, int] = {}
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, RegionNode):
@@ -308,11 +309,14 @@ class MemorySimulator:
                     self.keep(unit, again=True)
                 self.available.add(unit)
             links.pass_on(unit, own, inner)
+            if size.graph_bytes:
+                self.live.inside += size.graph_bytes
+                states[id(own)] = size.graph_bytes
             for one in inner if size.state_bytes else ():
                 self.live.inside += size.state_bytes
                 states[id(one)] = states.get(id(one), 0) + size.state_bytes
             for one in links.ended & states.keys() if states else ():
-                if one not in links.regions:
+                if one not in links.graphs:
                     self.live.inside -= states.pop(one)
             if lets_go:
                 # A nested region's inputs are values of its parent's recompute, and are freed at their last use in its
