@@ -48,7 +48,11 @@ def _set_aside():
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen(_set_aside):
-    """Leave what is there already out of collections: thousands of tests and all of torch take a second each time."""
+    """Leave what is there already out of collections: thousands of tests and all of torch take a second each time.
+
+    What the tests of the module before shared is collected: threads of its stores end.
+    """
+    gc.unfreeze()
     _freeze()
 
 

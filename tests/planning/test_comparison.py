@@ -205,7 +205,6 @@ def test_allocations_and_their_frees_are_paired_as_one_reads_them_address_by_add
     # 0 comes, goes and comes back to stay; 1 comes again without a free; a free of 2 has no allocation.
     recorded = AllocationTrace(
         device=CPU,
-        start_ns=0,
         time_ns=np.arange(8),
         ptr=np.array([0, 1, 0, 2, 0, 1, 1, 2]),
         delta_bytes=np.array([8, 8, -8, -8, 16, 8, -8, 8]),

@@ -186,6 +186,30 @@ class Hidden(nn.Module):
         return (KeepsIt.apply(2 * x * self.scale) * 0.1).tanh() * 0.5
 
 
+class Conditional(nn.Module):
+    """Its graph keeps a tensor that it also saves through hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(SIDE, 4 * SIDE), nn.Linear(4 * SIDE, SIDE)
+
+    def forward(self, x):
+        y = self.wide(x)
+        return self.narrow(torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_graphs_keep_and_hooks_save_is_there_once():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Conditional() for _ in range(4))), torch.randn(SIDE, SIDE)
+    own = profile(model, lambda model: model(x).sum()).blocks
+    tree = (KeepNode(0), RegionNode((KeepNode(1), KeepNode(2))), KeepNode(3))
+
+    _, *measured = measured_pieces(model, lambda m: m(x).sum(), own, tree)
+
+    assert predicted_pieces(own, tree)[1:] == measured
+
+
 def test_what_graphs_keep_without_a_hook_is_there_in_a_recompute_of_several_units():
     # Each of these was taken to be there in the forward alone: the peak was a tensor and 24 bytes above the prediction
     # for each unit that the recompute passes.

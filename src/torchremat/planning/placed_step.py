@@ -10,6 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.measuring.step import check_kinds
 from torchremat.optimizing.parameter_offload import keeps_in_store
 from torchremat.planning.devices.fakes import placed
 from torchremat.planning.exactness.replayability import Repeats
@@ -43,6 +44,7 @@ class PlacedStep:
     def __init__(self, model: nn.Module, step: Step, options: PlanOptions) -> None:
         self._began_s = time.perf_counter()
         self.model, self.options = model, options
+        check_kinds(step, model, options.optimizer, needs_model=True)
         if keeps_in_store(model):
             raise UnsupportedError(
                 "parameters of this model wait in a store (torchremat.offload_parameters), which no plan counts. Plan "

@@ -84,11 +84,10 @@ class StoredParameter(nn.Parameter):
                 f"{getattr(func, '__name__', func)}: somewhere in its arguments is a parameter that "
                 "torchremat.offload_parameters keeps in a store. Pass it by itself, or in a list or dict."
             )
-        held: list[torch.UntypedStorage] = []  # none may leave during the call, for another one or in another thread
-        for one in own:
-            bring_back(one, is_read=True)
-            held.append(one.untyped_storage())
-        return func(*args, **kwargs)
+        held = [memory_of(one) for one in own]  # none may leave during the call, for another one or in another thread
+        result = func(*args, **kwargs)
+        del held
+        return result
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         bring_back(self, is_read=True)
@@ -155,6 +154,19 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
 def _read(argument: object) -> None:
     if type(argument) is StoredParameter:
         bring_back(argument, is_read=True)
+
+
+def memory_of(parameter: Tensor) -> torch.UntypedStorage:
+    """Bring the values of a parameter back, and return their memory: while it is held they do not leave.
+
+    Raises:
+        StoreError: They cannot be brought back.
+    """
+    while True:
+        bring_back(parameter, is_read=True)
+        with _lock:  # another thread may have put them away again
+            if type(parameter) is not StoredParameter:
+                return parameter.untyped_storage()
 
 
 def handle_of(parameter: Tensor) -> Handle | None:
@@ -265,6 +277,7 @@ class SavedView:
             MutationError: The parameter was written in place since.
             StoreError: It cannot be brought back.
         """
-        bring_back(self._parameter, is_read=True)
+        held = memory_of(self._parameter)
         values = Versioned(self._parameter, self._version).get().detach()
+        del held
         return values.as_strided(self._size, self._stride, self._offset)

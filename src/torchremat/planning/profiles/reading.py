@@ -306,15 +306,17 @@ class _Reader:
             **copies,
             copied_bytes=min(copied_bytes, copies["state_bytes"]),
             recast_bytes=self.recast_bytes(unit),
-            graph_bytes=self.graph_bytes(unit, {allocated for allocated, _ in until}),
+            graph_bytes=self.graph_bytes(unit),
             has_backward=own.recompute >= 0,
         )
 
-    def graph_bytes(self, unit: int, saved: set[int]) -> int:
+    def graph_bytes(self, unit: int) -> int:
         """Bytes that a unit's graph keeps without any hook; 0 where its region may have kept them instead."""
         own, linked = self.watcher.watched[unit], self.units.units[unit]
         if len(linked.calls) > 1 or linked.carried:  # states between its calls, and what is in objects among arguments
             return 0
+        # What is saved through a hook as well, as by `torch.cond`, is there once in a recompute.
+        saved = {allocated for allocated, _ in map(self.interval, own.saves) if allocated is not None}
         return self.reader.graph_bytes(own, self.forward, saved)
 
     def recast_bytes(self, unit: int) -> int:
