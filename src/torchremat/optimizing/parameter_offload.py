@@ -128,7 +128,8 @@ class ParameterOffload:
             StoreError: One cannot be brought back.
         """
         for one in parameters:
-            self._uses.stepping.add(id(one))
+            with self._lock:  # from here on no other thread puts it away
+                self._uses.stepping.add(id(one))
             bring_back(one)
             self._uses.on_this_stream(one)
 
