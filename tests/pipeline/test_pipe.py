@@ -443,7 +443,7 @@ def test_a_session_spans_two_backwards_of_a_pipe():
 
 
 def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if "torchremat" in one.name]
+    return [one.name for one in threading.enumerate() if "torchremat.Pipe" in one.name]
 
 
 class Fails(nn.Module):

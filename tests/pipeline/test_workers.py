@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def names() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if "torchremat" in thread.name}
+    return {thread.name for thread in threading.enumerate() if "torchremat.Pipe" in thread.name}
 
 
 def test_a_device_has_one_thread():
