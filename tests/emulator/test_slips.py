@@ -282,7 +282,7 @@ SLIPS = {
         copying, "wait_all", "wait_stream(waiting, awaited)", "pass", goes_through_a_pipe
     ),
     "a gradient is not waited for": Slip(
-        copying.Wait, "backward", "wait_stream(awaited, waiting)", "pass", goes_through_a_pipe
+        copying, "wait_all", "wait_stream(awaited, waiting)", "None", goes_through_a_pipe
     ),
     "the allocator is not told of a copy's source": Slip(
         copying, "copied", "record_stream(tensor, source)", "pass", goes_through_a_pipe
