@@ -153,7 +153,7 @@ def test_a_region_in_parts_may_be_anywhere_in_nested_ones():
 
 
 def test_a_part_is_in_memory_when_it_is_asked_for_and_no_longer():
-    x = torch.linspace(-1, 1, 1024, requires_grad=True)
+    x = torch.linspace(-1, 1, 1024, requires_grad=True, device="cpu")
 
     def chain(t):
         for _ in range(8):
