@@ -108,8 +108,23 @@ class Plain(Part):
         return 1.0
 
 
+class Gated(Plain):
+    """Saves a parameter whose values show in nothing else that it saves or returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return super().forward(x) + 0.0 * (x * self.gate)
+
+
 def scale(part):
     part.a.weight.data.mul_(1.5)  # its version stays
+
+
+def scale_gate(part):
+    part.gate.data.mul_(1.5)
 
 
 HIDDEN = {
@@ -117,6 +132,7 @@ HIDDEN = {
     "a count of calls": lambda: Between(Counts),
     "a draw": lambda: Between(Draws),
     "a parameter that is written through `.data`": lambda: Between(Plain, after=scale),
+    "a parameter that is saved alone": lambda: Between(Gated, after=scale_gate),
     "noise that is added by a unit that saves nothing": lambda: Between(Noise),
 }
 

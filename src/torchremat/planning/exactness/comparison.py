@@ -9,7 +9,7 @@ only for the comparison is hidden from the record; see `events.without_hidden`:
     copies                 of the inputs and of the state of a unit that saves nothing. No backward asks for it, so it
                            runs again after the backward
 
-An input that a region holds, and a parameter, is the same memory in both: its version tells whether it was written.
+An input that a region holds is the same memory in both: its version tells whether it was written.
 
 A tensor that is filled after it was saved has some other fingerprint each time. A difference is therefore no failure
 yet: the units are then tried, see `replayability`. So are other units for which no backward asks.
@@ -17,7 +17,7 @@ yet: the units are then tried, see `replayability`. So are other units for which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable
+from collections.abc import Callable, Container, Generator
 from contextlib import contextmanager
 
 import torch
@@ -48,18 +48,14 @@ class Comparison:
 
     Args:
         mark: Marks the current time among the allocations.
-        parameters: The parameters of the model.
 
     Attributes:
         hidden: The stretches to hide, as pairs of marks; none is inside another.
     """
 
-    def __init__(self, mark: Callable[[str], int], parameters: Iterable[Tensor]) -> None:
+    def __init__(self, mark: Callable[[str], int]) -> None:
         self.hidden: list[tuple[int, int]] = []
         self._mark = mark
-        self._parameters = StorageMap[None]()
-        for memory in (memory for one in parameters for memory in memories_of(one)):
-            self._parameters[memory] = None
         self._then: dict[_Key, _Bits] = {}
         self._now: dict[_Key, _Bits] = {}
         self._known = StorageMap[dict[tuple[object, ...], _Bits]]()
@@ -109,7 +105,7 @@ class Comparison:
         if version < 0:
             with self._hiding():
                 return fingerprint(tensor, by_memory=True)
-        if address_of(memories[0]) in stays or memories[0] in self._parameters:
+        if address_of(memories[0]) in stays:
             return address_of(memories[0]), *_seen(tensor, version)
         if tensor.nbytes <= _SHORT_BYTES and (hashed := hash_here(tensor)) is not None:
             return hashed

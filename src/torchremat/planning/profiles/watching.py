@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.dynamo import outside_graphs
@@ -123,8 +123,7 @@ class Watcher(UnitObserver):
         compares: bool = False,
     ) -> None:
         super().__init__(units)
-        parameters = (one for one in fixed if isinstance(one, nn.Parameter))
-        self.comparison = Comparison(mark, parameters) if compares else None
+        self.comparison = Comparison(mark) if compares else None
         self.mark = mark
         self.pointer_of = pointer_of
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
