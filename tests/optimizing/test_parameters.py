@@ -13,29 +13,17 @@ from torch.nn.utils import parameters_to_vector
 import torchremat
 from optimizing.chains import LAYER, LAYERS, chain, forward, gradients, stored
 from optimizing.loops import KINDS, STEPS, WIDTH, Loop, equal, loss_of, net
+from optimizing.test_offload import STORES, adamw
 from torchremat import (
-    Compressed,
     Disk,
     Host,
     MutationError,
     StoreError,
-    Tiers,
     UnsupportedError,
     offload_optimizer,
     offload_parameters,
     release_gradients,
 )
-
-STORES = {
-    "host": Host,
-    "disk": Disk,
-    "tiers": lambda: Tiers(Host("8KiB"), Disk()),
-    "compressed": lambda: Compressed(Host()),
-}
-
-
-def adamw(model):
-    return optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def into(store, *more):

@@ -9,12 +9,10 @@ from torch import nn
 
 import models
 from planning.steps import profile
+from planning.test_partial_backward import ONE, SIDE
 from probes.memory import record_allocations
 from probes.planning import RegionNode, cut_options, kept, unit_operators
 from torchremat import BudgetWarning, Plan, PlanError, Planner, session
-
-SIDE = 64
-ONE = 4 * SIDE * SIDE  # bytes of a tensor
 
 
 class Chain(nn.Module):
