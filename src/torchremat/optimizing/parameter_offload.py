@@ -53,6 +53,7 @@ from torchremat.stores.stored_parameters import (
     put_away,
 )
 from torchremat.tensors.handles import Store
+from torchremat.tensors.parts import PLAIN_CLASSES
 
 
 class ParameterOffload:
@@ -257,7 +258,7 @@ class ParameterOffload:
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
-        address = address_of(tensor.untyped_storage()) if type(tensor) in _PLAIN else -1
+        address = address_of(tensor.untyped_storage()) if type(tensor) in PLAIN_CLASSES else -1
         for run in reversed(self._runs.open):
             parameter = run.parameters.get(address)
             if parameter is not None and SavedView.is_of(parameter, tensor):
@@ -277,9 +278,6 @@ class ParameterOffload:
     def _end(self, task: int) -> None:
         self._ends.discard(task)
         self.end()
-
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 @outside_graphs

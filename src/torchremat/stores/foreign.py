@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat.frames import running_modules
 from torchremat.stores.geometry import TensorPlace
+from torchremat.tensors.parts import PLAIN_CLASSES
 
 
 class Counter:
@@ -107,9 +108,6 @@ def is_in_running_module(storage: UntypedStorage) -> bool:
     for module in running_modules():
         for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
             # Both are alive, so equal addresses mean the same storage.
-            if type(tensor) in _PLAIN and tensor.untyped_storage().data_ptr() == address != 0:
+            if type(tensor) in PLAIN_CLASSES and tensor.untyped_storage().data_ptr() == address != 0:
                 return True
     return False
-
-
-_PLAIN = (Tensor, nn.Parameter)

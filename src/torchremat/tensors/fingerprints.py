@@ -20,15 +20,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat._compat.modes import without_torch_function
 from torchremat._compat.tensors import is_dense
 from torchremat._compat.transforms import below_transforms, transform_level_of, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.tensors.parts import PLAIN_CLASSES
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
 # The most bytes that Python hashes sooner than NumPy adds them up.
 _HASHED_BYTES = 32 << 10
 # The most bytes of a tensor with gaps that are copied to be hashed.
@@ -60,7 +60,7 @@ def hash_here(tensor: Tensor) -> int | None:
     It holds in this process only. No operator runs, and no memory is allocated that a recording would see: a tensor of
     a few kilobytes takes a microsecond or two, where the operators of a fingerprint take thirty.
     """
-    if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or transform_level_of(tensor) != -1:
+    if type(tensor) not in PLAIN_CLASSES or tensor.device.type != "cpu" or transform_level_of(tensor) != -1:
         return None
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
         return None

@@ -15,7 +15,8 @@ from torch import Tensor, UntypedStorage, nn
 from torchremat._compat.tensors import is_wrapper_subclass
 from torchremat.errors import UnsupportedError
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
+# Classes whose memory is the tensor's own storage.
+PLAIN_CLASSES = frozenset({Tensor, nn.Parameter})
 
 
 class _WrapperTensor(Protocol):
@@ -24,7 +25,7 @@ class _WrapperTensor(Protocol):
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Return whether a tensor wraps other tensors."""
-    return type(tensor) not in _PLAIN and is_wrapper_subclass(tensor)
+    return type(tensor) not in PLAIN_CLASSES and is_wrapper_subclass(tensor)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -54,7 +55,7 @@ def memories_of(tensor: Tensor) -> list[UntypedStorage]:
     Raises:
         UnsupportedError: It wraps other tensors and does not say which.
     """
-    if type(tensor) in _PLAIN and not tensor._is_zerotensor():
+    if type(tensor) in PLAIN_CLASSES and not tensor._is_zerotensor():
         try:
             return [tensor.untyped_storage()]  # by far the most, and counting bytes asks for each tensor many times
         except (NotImplementedError, RuntimeError):
@@ -73,7 +74,7 @@ def _memory_of(tensor: Tensor) -> UntypedStorage | None:
         memory = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    if type(tensor) not in _PLAIN and memory.device.type != "meta" and _is_empty_shell(memory):
+    if type(tensor) not in PLAIN_CLASSES and memory.device.type != "meta" and _is_empty_shell(memory):
         raise UnsupportedError(
             f"a tensor of shape {tuple(tensor.shape)} is a {type(tensor).__module__}.{type(tensor).__qualname__}: it "
             "wraps other tensors and does not tell which, so its bytes cannot be counted. Give the class "
