@@ -14,7 +14,7 @@ from torchremat.loops.outputs import stacked
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
 from torchremat.loops.ways import PlainWay, way_of
-from torchremat.regions.decisions import Policy
+from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions, thread
 from torchremat.schedules.loops import LoopSchedule
@@ -42,7 +42,7 @@ def loop(
     check: Check = "metadata",
     check_every: int = 1,
     guard: Sequence[object] = (),
-    policy: Policy | None = None,
+    policy: AnyPolicy | None = None,
     on_schedule: Callable[[LoopSchedule], object] | None = None,
 ) -> tuple[C, Y]:
     """Run `carry, y = body(carry, x)` for each slice `x` of `xs`; return the last carry and the stacked outputs.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.measuring.saving import RanOperator, Save, StepLog
-from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
+from torchremat.regions.decisions import AnyPolicy, Decision, OperatorContext, decision_of
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.structure import join
@@ -157,7 +157,7 @@ class _PolicyChoice:
         self._log = log
         self._region = region
         self._saved = saved
-        self._policy = cast("Policy", policy)
+        self._policy = cast("AnyPolicy", policy)
         self._served = set(log.calls[region].inputs) | log.parameters  # storages that need no recompute
         self._results: list[tuple[int, tuple[int, ...], Decision]] = []
         self._end = 0

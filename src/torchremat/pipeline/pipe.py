@@ -21,7 +21,7 @@ from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.pipeline.timeline import Timeline
-from torchremat.regions.decisions import Policy
+from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.patches import count_elsewhere
 from torchremat.regions.runtime import is_checkpointing, is_recomputing
 from torchremat.regions.settings import Check, Settings
@@ -86,7 +86,7 @@ class Pipe(nn.Module):
         record: bool = False,
         check: Check = "metadata",
         preserve_rng: bool = True,
-        policy: Policy | None = None,
+        policy: AnyPolicy | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked

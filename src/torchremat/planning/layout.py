@@ -23,7 +23,7 @@ from torchremat.planning.stepping import (
     stepping_plainly,
 )
 from torchremat.policies.ordinals import save_ordinals
-from torchremat.regions.decisions import Policy
+from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger
 from torchremat.regions.patches import (
     ForwardOwner,
@@ -127,7 +127,7 @@ class HeldOperators:
     cuts: tuple[int, ...] = ()
 
     @property
-    def policy(self) -> Policy | None:
+    def policy(self) -> AnyPolicy | None:
         """The policy that holds these outputs, if there are any."""
         return save_ordinals(self.operators, frozenset(self.held)) if self.held else None
 

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torchremat.errors import PolicyError
-from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, decision_of, describe, stored_in
-from torchremat.regions.decisions import Policy as AnyPolicy
+from torchremat.regions.decisions import (
+    RECOMPUTE,
+    SAVE,
+    AnyPolicy,
+    Decision,
+    OperatorContext,
+    decision_of,
+    describe,
+    stored_in,
+)
 from torchremat.tensors.handles import Store
 
 

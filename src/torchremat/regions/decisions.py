@@ -82,7 +82,7 @@ class ModuleNames(Protocol):
         ...
 
 
-class Policy(Protocol):
+class AnyPolicy(Protocol):
     """Chooses, for each operator that runs in a region, whether its output is kept, stored or recomputed.
 
     A policy is asked only in the forward, once for each operator, after the operator has run. Attributes tell the

@@ -16,7 +16,7 @@ from torch import nn
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
-from torchremat.regions.decisions import Policy
+from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.patches import check_replaceable, check_uncovered, is_wrapped, restore_forward, set_forward
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
@@ -63,7 +63,7 @@ def checkpointed(
     early_stop: bool = True,
     guard: Sequence[object] = (),
     debug: bool = False,
-    policy: Policy | None = None,
+    policy: AnyPolicy | None = None,
 ) -> Callable[P, R]:
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
@@ -141,7 +141,7 @@ def wrap(
     early_stop: bool = True,
     guard: Sequence[object] = (),
     debug: bool = False,
-    policy: Policy | None = None,
+    policy: AnyPolicy | None = None,
 ) -> M:
     """Make the calls of some modules of a model regions, or offload them with `store`, and return the model.
 

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.regions.decisions import Decision, Policy, describe
+from torchremat.regions.decisions import AnyPolicy, Decision, describe
 from torchremat.regions.selective.op_info import OpInfo
 from torchremat.regions.slots import Recomputable
 from torchremat.state.holders import check_named
@@ -92,7 +92,7 @@ class Settings:
     early_stop: bool = True
     guard: Sequence[object] = ()
     debug: bool = False
-    policy: Policy | None = None
+    policy: AnyPolicy | None = None
     observer: Observer | None = None
     cuts: tuple[int, ...] = ()  # of plans alone, see NOTE [ A recompute in parts ]
     turns: Turns = field(init=False, compare=False)

@@ -23,7 +23,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.interop.torch_checkpoint.selective import SelectiveForward
 from torchremat.regions.calls import Body
-from torchremat.regions.decisions import SAVE, Decision, OperatorContext, Policy, decision_of, describe, stored_in
+from torchremat.regions.decisions import SAVE, AnyPolicy, Decision, OperatorContext, decision_of, describe, stored_in
 from torchremat.regions.sessions import Session
 from torchremat.stores.offloading import REGIONS
 from torchremat.tensors.metadata import version_of
@@ -99,7 +99,7 @@ class IntoHooks:
         hooks: The hooks.
     """
 
-    def __init__(self, policy: Policy, hooks: Hooks) -> None:
+    def __init__(self, policy: AnyPolicy, hooks: Hooks) -> None:
         self._policy = policy
         self._kept = stored_in(hooks)
 
@@ -160,7 +160,7 @@ class Contexts:
         self._forward: AbstractContextManager[object] | None = pair[0]
         self._recompute = pair[1]
 
-    def policy_within_hooks(self, respects: bool | None) -> Policy | None:
+    def policy_within_hooks(self, respects: bool | None) -> AnyPolicy | None:
         """Return the policy that the contexts stand for, which the region handles; None for any other contexts.
 
         Args:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchremat._compat.autograd import current_graph_task, retains_graph
 from torchremat._compat.modes import is_recording, is_traced_with_fakes
 from torchremat._compat.operators import is_operator, is_packet
-from torchremat.regions.decisions import Answer, OperatorContext, Policy
+from torchremat.regions.decisions import Answer, AnyPolicy, OperatorContext
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.forward import PutBack
 from torchremat.regions.selective.mode import SeenBy
@@ -59,9 +59,9 @@ def create_selective_checkpoint_contexts(
                         else ""
                     )
                 )
-        policy: Policy = _Listed(tuple(operators))
+        policy: AnyPolicy = _Listed(tuple(operators))
     elif callable(policy_fn_or_list):
-        policy = cast("Policy", policy_fn_or_list)
+        policy = cast("AnyPolicy", policy_fn_or_list)
     else:
         raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
     selection = Selection(policy)
@@ -99,7 +99,7 @@ class SelectiveForward(AbstractContextManager[None]):
         policy: The policy that it asks.
     """
 
-    def __init__(self, policy: Policy, selection: Selection) -> None:
+    def __init__(self, policy: AnyPolicy, selection: Selection) -> None:
         self.policy = policy
         self._selection = selection
         self._seen: SeenBy | None = None

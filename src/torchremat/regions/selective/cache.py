@@ -42,7 +42,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import Operation, alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator
-from torchremat.regions.decisions import SAVE, Decision, Policy
+from torchremat.regions.decisions import SAVE, AnyPolicy, Decision
 from torchremat.regions.selective.kept import (
     KeptValue,
     Offloaded,
@@ -94,7 +94,7 @@ class Selection:
         "policy",
     )
 
-    def __init__(self, policy: Policy | None) -> None:
+    def __init__(self, policy: AnyPolicy | None) -> None:
         self.policy = policy
         self.operators: list[OpInfo] = []
         self.kept: dict[int, KeptOutputs] = {}

@@ -18,7 +18,7 @@ from torchremat._compat.modes import Operation
 from torchremat._compat.sharding import shards_anything
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import CheckpointError
-from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
+from torchremat.regions.decisions import RECOMPUTE, AnyPolicy, Decision, ModuleNames, OperatorContext, decision_of
 from torchremat.regions.selective.cache import Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
 from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
@@ -85,7 +85,7 @@ class Collecting(Watching):
     def __init__(
         self,
         selection: Selection,
-        policy: Policy,
+        policy: AnyPolicy,
         decisions: dict[OpInfo, Decision],
         names: ModuleNames,
         preserve_rng: bool,
