@@ -19,7 +19,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 # Seconds after which a section is stopped; what it has found by then stays.
-SECTIONS = {"facts": 180, "tests": 240, "suites": 220, "regions": 120, "plans": 150, "frontier": 480, "offload": 240}
+SECTIONS = {
+    "facts": 180,
+    "tests": 240,
+    "suites": 220,
+    "regions": 120,
+    "plans": 150,
+    "frontier": 480,
+    "offload": 240,
+    "optimizer": 120,
+}
 
 # Runs a section on the device of tests/emulator, which has to be there before torch is imported.
 _EMULATED = (
