@@ -87,13 +87,12 @@ def test_several_edges_end_at_one_node(orders):
     (first, phony), (second, also) = (fork(logged(name, log, sum(leaves))) for name in ("a0", "a1"))
     _, without = fork(torch.rand(1))
 
-    def last() -> Tensor:
+    def last(third: Tensor) -> Tensor:
         """Made by a thread that has made no nodes, so that its backward is taken last."""
-        third = torch.rand(1, requires_grad=True)
         return logged("b", log, join_all([third], phony, without, also)[0] if orders else third)
 
     with ThreadPoolExecutor(1) as thread:
-        third = thread.submit(last).result()
+        third = thread.submit(last, torch.rand(1, requires_grad=True)).result()
     (first + second + third).backward()
 
     backward = [one for one in log if one[0] == "B"]
