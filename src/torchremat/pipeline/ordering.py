@@ -21,8 +21,8 @@ autograd takes the one that the device's thread made last, and the worker makes 
 cell, so all nodes of cells that ran later come first. An edge cannot lead from the end of the cell instead: an input of
 the pipe mostly requires no grad.
 
-A stage waits for another one only if it would be ahead by more than a clock, so equal microbatches lose no time.
-torchgpipe (see `dependency`) has the edges 1 alone, between the microbatches of a stage.
+Edges order what is enqueued, and a stage waits for another one only if it would be ahead by more than a clock. So equal
+microbatches lose no time, however fast each stage is. torchgpipe (see `dependency`) has the edges 1 alone.
 """
 
 from __future__ import annotations
