@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from weakref import ref
 
 import pytest
@@ -77,6 +78,25 @@ def test_the_order_holds_for_a_loss_on_any_tensor(used):
     backward = [one for one in log if one[0] == "B"]
     assert backward[:2] == ["B c", "B b"]
     assert sorted(backward[2:]) == ["B a0", "B a1"]
+
+
+@pytest.mark.parametrize("orders", [False, True])
+def test_several_edges_end_at_one_node(orders):
+    log = []
+    leaves = [torch.rand(1, requires_grad=True) for _ in range(100)]
+    (first, phony), (second, also) = (fork(logged(name, log, sum(leaves))) for name in ("a0", "a1"))
+    _, without = fork(torch.rand(1))
+
+    def last(third: Tensor) -> Tensor:
+        """Made by a thread that has made no nodes, so that its backward is taken last."""
+        return logged("b", log, join_all([third], phony, without, also)[0] if orders else third)
+
+    with ThreadPoolExecutor(1) as thread:
+        third = thread.submit(last, torch.rand(1, requires_grad=True)).result()
+    (first + second + third).backward()
+
+    backward = [one for one in log if one[0] == "B"]
+    assert backward == (["B b", "B a1", "B a0"] if orders else ["B a1", "B a0", "B b"])
 
 
 def test_without_grad_nothing_is_made():

@@ -6,6 +6,7 @@ microbatch.py  a batch cut into microbatches, and their results put together
 runner.py      one forward, clock by clock
 cells.py       one microbatch on one stage, and a recompute ahead of its gradient
 dependency.py  edges of the graph that say "before"
+ordering.py    the edges of a step: the order of its backward
 copying.py     microbatches between devices
 streams.py     streams of devices, and a thread for each device
 skip/          tensors that bypass stages

@@ -51,18 +51,19 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Passes tensors on and ends an edge."""
+    """Passes tensors on and ends edges."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
+    def forward(ctx: FunctionCtx, edges: int, *given: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors, which follow the phonies of the edges."""
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        cast("Any", ctx).edges = edges
+        return tuple(tensor.detach() for tensor in given[edges:])
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors; the edge carries nothing."""
-        return None, *grads
+        """Return the gradients of the tensors; the edges carry nothing."""
+        return (None,) * (1 + cast("Any", ctx).edges) + grads
 
 
 class Passing(torch.autograd.Function):
@@ -92,7 +93,7 @@ def join(tensor: Tensor, phony: Tensor) -> Tensor:
     """Return a tensor at which an edge ends; the tensor itself if neither it nor the phony requires grad."""
     if not (torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad)):
         return tensor
-    return Join.apply(phony, tensor)[0]
+    return Join.apply(1, phony, tensor)[0]
 
 
 def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -108,15 +109,16 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     return replaced(tensors, places, forked), phony
 
 
-def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
-    """Return the tensors of a microbatch, at which an edge ends.
+def join_all(tensors: Sequence[Tensor], *phonies: Tensor) -> list[Tensor]:
+    """Return the tensors of a microbatch, at which edges end.
 
     Tensors that do not require grad are returned as they are, so an edge cannot end at a microbatch without grad.
     """
     places = with_grad(tensors)
-    if not (places and phony.requires_grad):
+    edges = [phony for phony in phonies if phony.requires_grad]
+    if not (places and edges):
         return list(tensors)
-    return replaced(tensors, places, Join.apply(phony, *(tensors[place] for place in places)))
+    return replaced(tensors, places, Join.apply(len(edges), *edges, *(tensors[place] for place in places)))
 
 
 def passed(node: type[Passing], act: Callable[[], object], tensors: Sequence[Tensor]) -> list[Tensor]:

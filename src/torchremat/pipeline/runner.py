@@ -7,12 +7,14 @@
 
 Around each cell, in the order in which they are made (backward runs them in reverse):
 
-    depend      on the microbatch before, which has just left the stage       backward: microbatch by microbatch
+    depend      on the microbatch before, which has just left the stage       see `ordering`
     copy        onto the device, on the copy streams of the microbatch
+    depend      so that its gradient is copied back when it is needed         see `ordering`
     wait        the device computes when the copy is there
     (cell)
     wait        the next copy starts when the device has computed
     precede     see `cells`                                                   backward: before it waits for the copy
+    depend      on copies of this clock, and on the cell before               see `ordering`
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from torch import nn
 
 from torchremat.pipeline.cells import Cell, CellName, precede
 from torchremat.pipeline.copying import copy_all, wait_all
-from torchremat.pipeline.dependency import fork_all, join_all
 from torchremat.pipeline.microbatch import Microbatch
+from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.recorder import Passage, Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
 from torchremat.pipeline.skip.layouts import Key
@@ -42,8 +44,8 @@ from torchremat.schedules.pipelines import Kind, clock_cycles
 # Of the nodes that could run, autograd takes the one that the device's thread made last, with a separate count for each
 # thread. So the worker that made a cell also makes the nodes that lead to its recompute, behind the cell: then the
 # nodes of the cell before it in backward run first. Made elsewhere, they would run ahead of these nodes, and if no edge
-# of `dependency` holds them back, as in a stage whose input requires no grad, a device would hold all recomputes at
-# once.
+# from the end of that cell holds them back, as in a stage whose input requires no grad, a device would hold all
+# recomputes at once. See NOTE [ Backward in reverse ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,31 +75,31 @@ class Runner:
         """Run the stages; each output replaces its input."""
         portals = [PortalTracker(self.layout) for _ in microbatches]
         streams = [current_stream(device) for device in self.devices]
+        ordering = Ordering(self.devices)
         with spawn_workers(self.devices) as workers:
             for places in clock_cycles(len(microbatches), len(self.stages)):
+                ordering.next_clock()
                 for number, stage in places:
-                    self._fence(microbatches, portals[number], number, stage)
-                self._compute(workers, streams, microbatches, portals, places)
+                    self._lead(microbatches[number], portals[number], ordering, number, stage)
+                self._compute(workers, streams, ordering, microbatches, portals, places)
 
-    def _fence(self, microbatches: list[Microbatch], portals: PortalTracker, number: int, stage: int) -> None:
+    def _lead(self, given: Microbatch, portals: PortalTracker, ordering: Ordering, number: int, stage: int) -> None:
         """Lead a microbatch to a stage."""
-        given = microbatches[number]
-        if number:
-            before = microbatches[number - 1]
-            before.tensors, phony = fork_all(before.tensors)
-            given.tensors = join_all(given.tensors, phony)
+        given.tensors = ordering.leaving(stage, given.tensors)
         if not stage:
             return
         source, target = self.copy_streams[stage - 1][number], self.copy_streams[stage][number]
         copy = self._passage(stage, number, "copy", "copy", target)
         with copy.runs():
-            portals.copy_to(stage, lambda source: (self.copy_streams[source][number], target))
+            portals.copy_to(stage, lambda source: (self.copy_streams[source][number], target), ordering)
             given.tensors = copy.returned(copy_all(copy.given(given.tensors), source, target))
+        given.tensors = ordering.arrived(stage - 1, given.tensors)
 
     def _compute(
         self,
         workers: Sequence[Worker],
         streams: Sequence[Stream],
+        ordering: Ordering,
         microbatches: list[Microbatch],
         portals: Sequence[PortalTracker],
         places: Sequence[tuple[int, int]],
@@ -122,7 +124,7 @@ class Runner:
                     settings=self.settings[stage][number],
                 )
                 copy_stream = self.copy_streams[stage][number] if stage + 1 < len(self.stages) else None
-                running.append(workers[stage].submit(partial(_run, cell, given, passage, copy_stream)))
+                running.append(workers[stage].submit(partial(_run, cell, given, passage, copy_stream, ordering)))
                 del given
             wait(running)
             for number, stage in places:
@@ -145,7 +147,7 @@ class Runner:
         )
 
 
-def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | None) -> Microbatch:
+def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | None, ordering: Ordering) -> Microbatch:
     with passage.runs():
         ran, region = cell.run(given)
     # See NOTE [ Recomputes one at a time ]
@@ -155,6 +157,7 @@ def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | 
             ran.tensors = wait_all(ran.tensors, cell.stream, copy_stream)
         if region is not None:
             ran.tensors = precede(region, ran.tensors, passage.recomputes)
+        ran.tensors = ordering.ran(cell.place.stage, ran.tensors)
     return ran
 
 

@@ -19,7 +19,7 @@ from torchremat.errors import bug
 from torchremat.planning.searches.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
-Phase = Literal["forward", "ahead", "backward", "first", "second", "last", "input", "weight", "loss"]
+Phase = Literal["forward", "ahead", "backward", "first", "second", "last", "input", "weight", "copies", "loss"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class DeviceLoad:
     """A device at one of its actions.
 
     Attributes:
-        running: The stage that runs; None while the loss of a batch runs.
+        running: The stage that runs; None during copies and the loss.
         phase: The phase that runs: the forward, a recompute ahead of the gradient, the whole backward, the backward of
-            the first, second or last microbatch of several in one backward, a part of the backward, or the loss between
-            forward and backward.
+            the first, second or last microbatch of several in one backward, a part of the backward, the copies before
+            the forwards of a clock, or the loss between forward and backward.
         held: How many microbatches each stage holds before their backward, without the one that runs.
         between: How many each stage holds between the two parts of their backward.
         other_bytes: Other bytes: of the loss, or between stages.
@@ -65,7 +65,7 @@ class DeviceLoad:
                 return held + share.parts.input_bytes
             case "weight":
                 return held + share.parts.weight_bytes
-            case "loss":
+            case "copies" | "loss":
                 return held
 
 

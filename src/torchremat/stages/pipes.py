@@ -12,11 +12,12 @@ A device holds at each of its actions, forwards clock by clock and backwards in 
                      together and the loss is computed        loss holds, until the last stage has run them all
     of each weight   -                                        a sum, from the first microbatch of its stage to the last
 
-Of the nodes that are ready, autograd takes for each device the one that was created last. So a lone device runs all
-cells in the reverse order of the forward, once the calling thread has created more nodes than a worker creates in a
-step: the calling thread creates the nodes that lead from stage to stage, and each thread has its own counter. A device
-among others may have to wait for their gradients, and the order of the cells in a clock is not determined: each may be
-the first one.
+The order of a device is known; see NOTE [ Backward in reverse ]. How far the others are by then is known in the
+forward, which goes clock by clock. In backward it is not, and counted are the most gradients that can be there:
+
+    from stage t of another device  as many as the device has begun in stage s, and t - s more, for which its edge
+                                    lets the copy start; but no more than its own stages behind t have run
+    for a stage of another device   one, that the copy has not taken yet; none while its stage runs again
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import cast
 
 from torch import Tensor, nn
@@ -45,7 +47,7 @@ from torchremat.stages.losses import LossBytes, loss_bytes
 from torchremat.stages.samples import Sample, Site, Taken, bytes_of, received, taken
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Passed:
     """The tensors that each microbatch passes from one stage to another, and back as gradients.
 
@@ -53,11 +55,13 @@ class Passed:
         source: The stage that makes it.
         target: The stage that takes it.
         size_bytes: Of a microbatch.
+        grad_bytes: Of its gradients, other than those that the loss makes.
     """
 
     source: int
     target: int
     size_bytes: int
+    grad_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,73 +85,84 @@ class Clocks:
 
     def loads(self) -> Iterator[DeviceLoad]:
         """Yield the load of the device at each of its actions."""
-        last = self.stages - 1
-        clocks = [[stage for _, stage in clock] for clock in clock_cycles(self.microbatches, self.stages)]
-        if len(self.sums) == self.stages:
-            clocks = [[stage] for clock in clocks for stage in clock]
-        ran = Counter[int]()
+        clocks = [{stage for _, stage in clock} for clock in clock_cycles(self.microbatches, self.stages)]
+        yield from self._forward(clocks)
+        if self.stages - 1 in self.sums:
+            held = dict.fromkeys(self.sums, self.microbatches)
+            yield DeviceLoad(None, "loss", counted(Counter(held)), other_bytes=self.loss.peak_bytes)
+        yield from self._backward([stage for clock in reversed(clocks) for stage in reversed(self._here(clock))])
+
+    def _forward(self, clocks: Sequence[Collection[int]]) -> Iterator[DeviceLoad]:
+        ran = Counter[int]()  # before the clock, of all stages
         for clock in clocks:
-            for stage in self._here(clock):
-                yield DeviceLoad(
-                    stage, "forward", self._held(ran), other_bytes=self._waiting(self.passed, ran, clock, stage)
-                )
-            ran.update(clock)
-        if last in self.sums:
-            yield DeviceLoad(None, "loss", self._held(ran), other_bytes=self.loss.peak_bytes)
-        back = [Passed(one.target, one.source, one.size_bytes) for one in self.passed if one.target <= last]
-        done = Counter[int]()
-        for clock in reversed(clocks):
-            for stage in self._here(clock):
-                others = self._waiting(back, done, clock, stage) + self._added(done, clock, stage)
-                if last in self.sums:
-                    others += self.loss.held_bytes[done[last]]
-                yield DeviceLoad(
-                    stage, self._phase(done[stage]), self._held(ran - done - Counter([stage])), other_bytes=others
-                )
-            done.update(clock)
+            arrived, here = ran + Counter(clock), self._here(clock)
+            # All copies of a clock are made before its cells run, and until then the copied tensors are there as well.
+            if len(self.sums) < self.stages and (copies := self._waiting(ran, arrived, ran)):
+                yield DeviceLoad(None, "copies", self._held(ran), other_bytes=copies)
+            made = arrived - Counter(here)
+            for stage in here:
+                begun = made + Counter([stage])
+                yield DeviceLoad(stage, "forward", self._held(made), other_bytes=self._waiting(made, arrived, begun))
+                made = begun
+            ran = arrived
+
+    def _waiting(self, made: Counter[int], arrived: Counter[int], begun: Counter[int]) -> int:
+        """Return the bytes that wait between stages on the device in a forward.
+
+        Args:
+            made: How many outputs each stage of the device has made.
+            arrived: How many inputs each stage has got from other devices.
+            begun: How many inputs each stage has taken; one of another device has a copy of its own.
+        """
+        total = 0
+        for one in self.passed:
+            if one.source in self.sums:
+                total += (made[one.source] - begun[one.target]) * one.size_bytes
+            elif one.target in self.sums:
+                total += (arrived[one.target] - begun[one.target]) * one.size_bytes
+        return total
+
+    def _backward(self, order: Sequence[int]) -> Iterator[DeviceLoad]:
+        done = Counter[int]()  # of the device's own stages
+        for stage in order:
+            begun = done + Counter([stage])
+            others = self._gradients(done, begun) + self._added(done)
+            if self.stages - 1 in self.sums:
+                others += self.loss.held_bytes[done[self.stages - 1]]
+            held = Counter(dict.fromkeys(self.sums, self.microbatches)) - begun
+            yield DeviceLoad(stage, self._phase(done[stage]), counted(held), other_bytes=others)
+            done = begun
+
+    def _gradients(self, done: Counter[int], begun: Counter[int]) -> int:
+        """Return the most bytes of gradients that wait between stages on the device while one of its stages runs."""
+        total = 0
+        for one in self.passed:
+            if one.source in self.sums and one.target in self.sums:
+                total += (done[one.target] - begun[one.source]) * one.grad_bytes
+            elif one.source in self.sums:
+                may_come = begun[one.source] + one.target - one.source
+                made = min((done[stage] for stage in self._needed(one.target)), default=self.microbatches)
+                total += (min(may_come, made, self.microbatches) - begun[one.source]) * one.grad_bytes
+            elif one.target in self.sums and 0 < done[one.target] == begun[one.target]:
+                total += one.grad_bytes
+        return total
+
+    def _needed(self, stage: int) -> Iterator[int]:
+        """Yield the stages of the device whose gradients the backward of another stage needs."""
+        passes = {one.target for one in self.passed if one.source == one.target - 1 and one.grad_bytes}
+        for behind in takewhile(passes.__contains__, range(stage + 1, self.stages)):
+            if behind in self.sums:
+                yield behind
 
     def _here(self, clock: Collection[int]) -> list[int]:
-        return [stage for stage in clock if stage in self.sums]
+        return sorted(stage for stage in clock if stage in self.sums)
 
     def _held(self, counts: Counter[int]) -> tuple[tuple[int, int], ...]:
         return counted(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
 
-    def _waiting(self, passed: Sequence[Passed], ran: Counter[int], clock: Collection[int], stage: int) -> int:
-        """Return the bytes that wait between stages on the device while a stage runs; the stage counts its own input.
-
-        Args:
-            passed: The tensors with their source and target stages.
-            ran: How many microbatches each stage has run before the clock.
-            clock: The stages that run in it.
-            stage: The one of them that runs.
-        """
-        total, more = 0, Counter[int]()
-        for one in passed:
-            waiting = ran[one.source] - ran[one.target]
-            if one.source in self.sums:
-                # Tensors for another device were copied there when the clock began.
-                is_taken = one.target == stage or (one.target in clock and not self._is_here(one.target))
-                total += (waiting - is_taken) * one.size_bytes
-                more[one.source] += one.size_bytes
-                if not is_taken and one.target in clock:
-                    more[one.target] -= one.size_bytes
-            elif self._is_here(one.target) and one.target in clock and one.target != stage:
-                total += one.size_bytes
-                more[one.target] -= one.size_bytes
-        others = [one for one in self._here(clock) if one != stage]
-        return total + sum(max(0, more[one]) for one in others)
-
-    def _is_here(self, stage: int) -> bool:
-        """Whether a stage is on the device; the loss is where the last stage is."""
-        return min(stage, self.stages - 1) in self.sums
-
-    def _added(self, done: Counter[int], clock: Collection[int], stage: int) -> int:
+    def _added(self, done: Counter[int]) -> int:
         """Return the bytes of the sums of gradients that are live while the backward of a stage runs."""
-        if self.microbatches == 1:
-            return 0
-        begun = {one for one in self.sums if 0 < done[one] < self.microbatches}
-        begun |= {one for one in self._here(clock) if one != stage}
-        return sum(self.sums[one] for one in begun)
+        return sum(size for stage, size in self.sums.items() if 0 < done[stage] < self.microbatches)
 
     def _phase(self, number: int) -> Phase:
         """Return the phase of a backward after `number` others of its stage."""
@@ -177,7 +192,8 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     layout = inspect_skip_layout(list(pipe.partitions))
     last, microbatches = len(pipe.partitions) - 1, len(outputs)
     loss = loss_bytes(pipe, pipe.devices[-1], step, outputs)
-    passed = [*_passed(inputs, layout), Passed(last, last + 1, bytes_of(outputs[0].given.tensors))]
+    to_loss = Passed(source=last, target=last + 1, size_bytes=bytes_of(outputs[0].given.tensors), grad_bytes=0)
+    passed = [*_passed(inputs, layout), to_loss]
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
@@ -237,11 +253,17 @@ def _gradient_bytes(module: nn.Module) -> int:
 def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
     """Yield the tensors passed from stage to stage."""
     for stage, own in inputs.items():
+        in_graph = {id(tensor) for tensor, requires in zip(own.given.tensors, own.requires, strict=True) if requires}
         value, skips = cast("tuple[object, dict[Key, object]]", own.given.value)
-        if stage:
-            yield Passed(stage - 1, stage, bytes_of(Microbatch.of(value).tensors))
-        for key, skip in skips.items():
-            yield Passed(layout.routes[key][0], stage, bytes_of(Microbatch.of(skip).tensors))
+        given = [(layout.routes[key][0], skip) for key, skip in skips.items()]
+        for source, one in [(stage - 1, value), *given] if stage else []:
+            tensors = Microbatch.of(one).tensors
+            yield Passed(
+                source=source,
+                target=stage,
+                size_bytes=bytes_of(tensors),
+                grad_bytes=bytes_of([tensor for tensor in tensors if id(tensor) in in_graph]),
+            )
 
 
 def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[Taken]]:

@@ -317,6 +317,8 @@ def _words(chosen: Chosen) -> str:
             return f"backward of stage {chosen.highest.running}"
         case "input" | "weight":
             return f"{chosen.highest.phase} part of the backward of stage {chosen.highest.running}"
+        case "copies":
+            return "copies between stages, in forward"
         case "loss":
             return "the loss, between forward and backward"
 

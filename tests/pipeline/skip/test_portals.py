@@ -12,6 +12,7 @@ from pipeline.skip.modules import PopValue, StashValue
 from probes.pipelines import CPU_STREAM, CpuStream, copying, portals
 from regions.comparing import leaf
 from torchremat import Pipe, SkipError, checkpointed, is_recomputing
+from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.skip import (
     CellTracker,
     Namespace,
@@ -53,7 +54,7 @@ def test_it_gives_its_value_once():
 
     assert (portal.source, portal.target) == (0, 2)
     assert portal.take() is value
-    for again in (portal.take, lambda: portal.copy(CPU_STREAM, CPU_STREAM)):
+    for again in (portal.take, lambda: portal.copy(CPU_STREAM, CPU_STREAM, Ordering([]))):
         with pytest.raises(SkipError) as error:
             again()
         assert str(error.value) == (
@@ -64,19 +65,21 @@ def test_it_gives_its_value_once():
 def test_a_copy_is_a_part_of_the_graph(copies):
     x = leaf(3)
     portal = Portal({"a": x * 2, "b": (x.detach(), None, "c")}, 0, 1)
-    portal.copy(CPU_STREAM, CPU_STREAM)
+    portal.copy(CPU_STREAM, CPU_STREAM, Ordering([]))
     value = portal.take()
 
     assert len(copies) == 2
     assert value["b"][1:] == (None, "c") and not value["b"][0].requires_grad
-    assert [node_names(value["a"].grad_fn)] == [["WaitBackward", "CopyBackward", "WaitBackward", "MulBackward0"]]
+    assert [node_names(value["a"].grad_fn)] == [
+        ["WaitBackward", "ForkBackward", "CopyBackward", "WaitBackward", "MulBackward0"]
+    ]
     (value["a"] * value["b"][0]).sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())
 
 
 def node_names(node):
     names = []
-    while node is not None and len(names) < 4:
+    while node is not None and len(names) < 5:
         names.append(node.name())
         node = next((one for one, _ in node.next_functions if one is not None), None)
     return names
@@ -85,7 +88,7 @@ def node_names(node):
 @pytest.mark.parametrize("value", [None, (), {"a": [None]}, "words"])
 def test_without_tensors_there_is_nothing_to_copy(value, copies):
     portal = Portal(value, 0, 1)
-    portal.copy(CPU_STREAM, CPU_STREAM)
+    portal.copy(CPU_STREAM, CPU_STREAM, Ordering([]))
 
     assert portal.take() == value
     assert not copies
@@ -94,7 +97,7 @@ def test_without_tensors_there_is_nothing_to_copy(value, copies):
 def test_a_copy_that_nobody_uses_gets_no_gradient():
     x = leaf(3)
     portal = Portal(x * 2, 0, 1)
-    portal.copy(CPU_STREAM, CPU_STREAM)
+    portal.copy(CPU_STREAM, CPU_STREAM, Ordering([]))
     unused = portal.take()
     x.sin().sum().backward()
 
@@ -117,7 +120,7 @@ def test_the_copy_waits_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(portals, "current_stream", lambda device: f"current of {device}")
     x = leaf(3)
     portal = Portal(x.sin(), 0, 1)
-    portal.copy(FakeStream("A"), FakeStream("B"))
+    portal.copy(FakeStream("A"), FakeStream("B"), Ordering([]))
     events.append("backward")
     portal.take().sum().backward()
 
@@ -138,10 +141,10 @@ def test_between_devices():
     cpu, cuda = CPU_STREAM, torch.cuda.Stream()
     x = leaf(1 << 16)
     there, back = Portal((x.sin(), x.detach()), 0, 1), None
-    there.copy(cpu, cuda)
+    there.copy(cpu, cuda, Ordering([]))
     h, constant = there.take()
     back = Portal(h * constant, 1, 2)
-    back.copy(cuda, cpu)
+    back.copy(cuda, cpu, Ordering([]))
     y = back.take()
     y.sum().backward()
 
@@ -163,10 +166,10 @@ def test_copies_are_in_the_order_of_the_layout():
 
     tracker = PortalTracker(layout)
     tracker.stashed(0, {(two, "a"): 1, (one, "a"): 2, (None, "y"): 3, (None, "w"): 4})
-    tracker.copy_to(1, streams_of)
+    tracker.copy_to(1, streams_of, Ordering([]))
     assert tracker.incoming(1) == {(None, "w"): 4}
     tracker.stashed(1, {(None, "z"): 5})
-    tracker.copy_to(2, streams_of)
+    tracker.copy_to(2, streams_of, Ordering([]))
 
     assert asked == [0, 0, 0, 0, 1]
     assert list(tracker.incoming(2).items()) == [
@@ -184,7 +187,7 @@ def test_one_that_has_not_been_stashed():
     tracker = PortalTracker(SkipLayout(2, {(None, "a"): (0, 1)}))
 
     with pytest.raises(SkipError, match=r"^'a' has not been stashed by stage 0\.$"):
-        tracker.copy_to(1, on_cpu)
+        tracker.copy_to(1, on_cpu, Ordering([]))
     with pytest.raises(AssertionError, match=r"'a' leaves stage 1, but its route is from 0 to 1\. This is a bug"):
         tracker.stashed(1, {(None, "a"): 1})
 
@@ -235,7 +238,7 @@ class Microbatch:
     def forward(self, value):
         portals = PortalTracker(self.layout)
         for stage, name in enumerate("SMT"):
-            portals.copy_to(stage, on_cpu)
+            portals.copy_to(stage, on_cpu, Ordering([]))
             if name == "T":
                 self.note("copy")
             value, outgoing = self.call(self.cell, stage, value, portals.incoming(stage))

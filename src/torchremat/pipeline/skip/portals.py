@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
+from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.skip.layouts import Key, SkipLayout
 from torchremat.pipeline.streams import Stream, current_stream
 from torchremat.tensors.metadata import version_of
@@ -51,11 +52,16 @@ class Portal:
         self.source = source
         self.target = target
 
-    def copy(self, source_stream: Stream, target_stream: Stream) -> None:
+    def copy(self, source_stream: Stream, target_stream: Stream, ordering: Ordering) -> None:
         """Copy the skip to the device of `target_stream`, as a part of the graph.
 
         The two devices compute on their current streams: the copy waits for the source's stream, and the target's
         stream waits for the copy. Tensors that do not require grad are copied outside the graph.
+
+        Args:
+            source_stream: Copies at its source.
+            target_stream: Copies at its target.
+            ordering: The edges of the step.
 
         Raises:
             MutationError: It was written in place since.
@@ -65,7 +71,8 @@ class Portal:
         template = split(self.take(), tensors, [])
         self._check(tensors)
         tensors = wait_all(tensors, current_stream(source_stream.device), source_stream)
-        tensors = copy_all(tensors, source_stream, target_stream)
+        tensors = copy_all(ordering.leaving(self.target, tensors), source_stream, target_stream)
+        tensors = ordering.arrived(self.source, tensors)
         tensors = wait_all(tensors, target_stream, current_stream(target_stream.device))
         self._value = join(template, tensors)
 
@@ -114,18 +121,19 @@ class PortalTracker:
                 raise bug(f"{key[1]!r} leaves stage {stage}, but its route is from {source} to {target}")
             self._portals[key] = Portal(value, source, target)
 
-    def copy_to(self, stage: int, streams_of: Callable[[int], tuple[Stream, Stream]]) -> None:
+    def copy_to(self, stage: int, streams_of: Callable[[int], tuple[Stream, Stream]], ordering: Ordering) -> None:
         """Copy the skips that a stage pops.
 
         Args:
             stage: The stage.
             streams_of: Returns, for the stage that a skip comes from, the streams that copy at both ends.
+            ordering: The edges of the step.
 
         Raises:
             SkipError: One has not been stashed.
         """
         for source, key in self._layout.copies_to(stage):
-            self._portal(source, key).copy(*streams_of(source))
+            self._portal(source, key).copy(*streams_of(source), ordering)
 
     def incoming(self, stage: int) -> dict[Key, object]:
         """Return the skips that a stage pops and another one has stashed, and release them.
