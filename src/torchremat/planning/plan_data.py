@@ -142,4 +142,4 @@ class PlanData(Choice, Forecast, Provenance):
     @cached_property
     def certificate(self) -> Certificate | None:
         """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
-        return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified
+        return self._claim() if self.certified is None and self._claim is not None else self.certified
