@@ -23,7 +23,7 @@ frontiers, staircases    peak against time over all budgets
 bars                     the progress of planning in a terminal
 verification, outcomes, report, fitting  one real step under a plan
 conditions, checks             the first step of a training under a plan, compared with the planned one
-trained, overruns, sounded             later steps, watched for the budget
+trained, sounded               later steps, watched for the budget
 shapes/     steps of changing shapes
 guarding/   a step that runs again when memory runs out
 compiling/  `torch.compile` with a budget
