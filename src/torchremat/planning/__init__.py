@@ -15,7 +15,7 @@ store_profiles           the payload of each unit in a store
 placed_step              a step where it runs: what all its profiles have in common
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner                  `plan` and `frontier`
-forecasts, plan_data     a plan as data
+plan_data                a plan as data
 plans, files             its verbs and views, and its file
 descriptions             a candidate as a plan
 printing, plan_page      a plan as text, and as a page
