@@ -87,13 +87,7 @@ class Checks:
         self._is_first, self._is_stepped, self._soundings = False, True, None
 
     def begun(self, module: nn.Module, name: str, args: object) -> None:
-        """Run the checks that are possible when a forward begins.
-
-        Args:
-            module: The called module.
-            name: Its name in messages.
-            args: Its arguments.
-        """
+        """Run the checks that are possible when a forward begins; `name` is that of the module in messages."""
         self._trained.meet(module)
         if self._is_first:
             self._is_first = False

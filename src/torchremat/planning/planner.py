@@ -92,9 +92,8 @@ class Planner(ProfiledStep):
         """Return the fastest plan found whose predicted peak is within the budget.
 
         Args:
-            budget: Bytes as an int or like `"6GiB"`; a share of the plain step's peak like `"60%"`, or of its part
-                beyond the live bytes before the step like `"40% of activations"`; or `"min"`, the smallest that works.
-            margin: Bytes of the budget to leave free, for the allocator's overhead.
+            budget: As for `torchremat.plan`.
+            margin: As for `torchremat.plan`.
             tighten_bytes: Bytes by which the measured peak of an earlier plan was above this budget.
 
         Raises:

@@ -72,12 +72,6 @@ class Log:
 class SoundedStep:
     """A forward and its backward, from now to the end of the first backward through the forward's output.
 
-    Args:
-        trained: The model.
-        device: The CPU.
-        args: The arguments of the forward.
-        log: Receives the peak.
-
     Attributes:
         inputs: The live tensors other than the model's.
 
@@ -164,11 +158,7 @@ class SoundedStep:
 class SoundedUpdate:
     """The next step of an optimizer on the model.
 
-    Args:
-        trained: The model.
-        device: The CPU.
-        step: The step before it. It is settled when the optimizer steps, and its remaining inputs count.
-        log: Receives the peak.
+    The step before it is settled when the optimizer steps, and its remaining inputs count.
     """
 
     def __init__(self, trained: Trained, device: torch.device, step: SoundedStep, log: Log) -> None:
@@ -276,12 +266,7 @@ _SHARE = 0.01
 
 
 class Soundings:
-    """Measures steps of a model occasionally.
-
-    Args:
-        trained: The model.
-        device: The CPU.
-        clock: Returns the current time in seconds.
+    """Measures steps of a model on the CPU occasionally.
 
     Attributes:
         measured: The forwards whose steps were measured, by number.

@@ -51,12 +51,7 @@ class _PeakBound:
 
 
 class PeakBounds:
-    """The highest program points of a step under a tree, from the end of its forward on.
-
-    Args:
-        profile: The profile.
-        tree: The tree.
-    """
+    """The highest program points of a step under a tree, from the end of its forward on."""
 
     def __init__(self, profile: Profile, tree: Tree) -> None:
         self._profile = profile
