@@ -108,7 +108,7 @@ def grains_runs(pair: ProfilePair) -> list[Run]:
 
 def program_seconds(make: Make) -> dict[str, object]:
     """Choose operators for all of a forward at once, as if it were one block."""
-    flow = flow_of(torchremat.Planner(*make(), cost="flops").profile, "flops")
+    flow = flow_of(torchremat.Planner(*make(), cost="flops").profile)
     total = sum(value.size_bytes for value in flow.values if value.needed)
     seconds = {f"{share:.0%}": timed(lambda share=share: select(flow, int(share * total))) for share in SHARES}
     return {"operators": len(flow.operators), "seconds": seconds}

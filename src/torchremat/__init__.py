@@ -47,12 +47,11 @@ from torchremat.planning.bounds.certificates import Certificate
 from torchremat.planning.compiling.compilation import Compiled, compiled
 from torchremat.planning.compiling.partitioning import PeakPartitioner
 from torchremat.planning.devices.device import Device
-from torchremat.planning.doors import frontier, plan
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
-from torchremat.planning.planner import Planner
+from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.report import Report
 from torchremat.planning.searches.search_budget import Progress

@@ -205,7 +205,7 @@ def a_block_kept_in_part_recomputes_when_its_sharded_weight_is_asked_for():
     for _ in range(2):
         own = profile(model, step).blocks
         blocks = range(1, 5)
-        gelu = [(evaluate(flow_of(own, "flops", unit), {2}),) if unit in blocks else () for unit in range(6)]
+        gelu = [(evaluate(flow_of(own, unit), {2}),) if unit in blocks else () for unit in range(6)]
         (options,) = options_with([own], tuple(gelu), "flops")
         kept = replace(own, options=options)
         for unit in blocks:

@@ -125,7 +125,7 @@ def test_no_more_is_held_than_spares_all_flops(planned):
     seen = 0
 
     for unit, own in enumerate(options.options_of(profile, "flops")):
-        flow = flow_of(profile, "flops", unit)
+        flow = flow_of(profile, unit)
         by_hand = evaluate(flow, [place for place, one in enumerate(flow.operators) if one.name in heavy])
         if own and not by_hand.cost:
             seen += 1

@@ -13,7 +13,7 @@ import models
 from planning.kinds import square
 from planning.steps import Measured, blocks, differences, outcome, recomputed_flops, traced_peak, under
 from probes.memory import PACKAGES, FlopCounter
-from probes.planning import KeepNode, Overheads, flow_of, options_of, predict
+from probes.planning import KeepNode, Overheads, flow_of, options_of, pooled_seconds, predict, unit_seconds
 from probes.regions import Collecting, Replaying
 from torchremat import BudgetError, OrderWarning, Plan, Planner
 
@@ -103,11 +103,11 @@ def test_the_operators_of_a_step_cost_what_a_forward_costs():
     with FlopCounter() as counter, torch.no_grad():
         step(model)
 
-    flops, seconds = flow_of(own, "flops"), flow_of(own, "seconds")
-    block = flow_of(own, "flops", 3)
+    flops, block = flow_of(own), flow_of(own, 3)
+    seconds = unit_seconds(own, 3, pooled_seconds(own.units.trace.operators.runs))
 
     assert sum(one.cost for one in flops.operators) == counter.total
-    assert sum(one.cost for one in seconds.operators) == pytest.approx(own.forward_seconds)
+    assert sum(seconds) == pytest.approx(own.costs[3].seconds)
     assert sum(one.cost for one in block.operators) == own.costs[3].flops
     needed = sum(value.size_bytes for value in block.values if value.needed and value.size_bytes and not value.holdable)
     assert needed == 0
@@ -160,7 +160,7 @@ def test_a_policy_sees_as_many_operators_as_were_counted(name, monkeypatch):
     replayed, collected = divmod(sum(option.overhead_s for option in chosen), 1e6)
     assert 0 < seen[Replaying] == pytest.approx(replayed, rel=0.1)
     assert seen[Collecting] == pytest.approx(collected, rel=0.1)
-    operators = sum(len(flow_of(own, "flops", unit).operators) for unit, one in enumerate(own.options) if one)
+    operators = sum(len(flow_of(own, unit).operators) for unit, one in enumerate(own.options) if one)
     assert seen[Collecting] < operators or name == "in place"  # there a write comes last
 
 

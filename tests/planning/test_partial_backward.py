@@ -134,7 +134,7 @@ def with_option(module, held):
         return model(x).sum()
 
     own = profile(model, step).blocks
-    (options,) = options_with([own], ((evaluate(flow_of(own, "flops", 0), held),),), "flops")
+    (options,) = options_with([own], ((evaluate(flow_of(own, 0), held),),), "flops")
     return model, step, replace(own, options=options)
 
 

@@ -129,7 +129,7 @@ def test_what_is_saved_for_a_graph_that_is_dropped_is_not_counted():
     assert plain[0] == plain[1] and flat[0] == flat[1]
     # In a recompute of several units it goes at once, and in the forward with the variable that has its graph.
     assert [both for both in found.values() if not 0 <= both[1] - both[0] <= 3 * 64 * 64 * 4] == []
-    flow = flow_of(profile, "flops", 2)
+    flow = flow_of(profile, 2)
     made = {value for operator in flow.operators for value in operator.outputs}
     needed_bytes = sum(flow.values[value].size_bytes for value in made if flow.values[value].needed)
     assert needed_bytes == profile.sizes[2].inside_bytes == 64 * 64 * 4

@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(ap
             found = [outcome(model, step) for _ in range(2)]
         assert [differences(one, plain) for one in found] == [[], []]
         assert disk.statistics.failed > 0
-    with pytest.warns(BudgetWarning, match="a step was measured at .* above the budget"):  # the second, see `overruns`
+    with pytest.warns(BudgetWarning, match="a step was measured at .* above the budget"):  # the second, see `sounded`
         assert is_as_ever(model, disk, plain)
 
 

@@ -36,7 +36,7 @@ from torchremat.planning.roots import fitted
 from torchremat.planning.searches import options
 from torchremat.planning.searches.cuts import cut_options
 from torchremat.planning.searches.dividing import with_parts
-from torchremat.planning.searches.flows import flow_of
+from torchremat.planning.searches.flows import flow_of, pooled_seconds, unit_seconds
 from torchremat.planning.searches.granularity import divisible, mixed
 from torchremat.planning.searches.loops import FoundLoop, loops_in
 from torchremat.planning.searches.loosening import PeakBounds

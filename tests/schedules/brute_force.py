@@ -160,3 +160,8 @@ def evaluate(chain, forest):
     live.append(sum(holds) + chain.tail_bytes)
     backward(forest, holds, 0)
     return max(live), sum(costs)
+
+
+def shape(tree):
+    """Stages in order, regions in brackets."""
+    return " ".join(str(node.stage) if isinstance(node, KeepNode) else f"[{shape(node.children)}]" for node in tree)

@@ -7,11 +7,11 @@ import pytest
 
 from schedules.binomial_trees import binomial_tree
 from schedules.brute_force import make_option, make_stage
+from schedules.within import Within
 from torchremat import ScheduleError
 from torchremat.schedules.binomial import advances, first_borders, most_steps, next_border, repeats_for
 from torchremat.schedules.chain import Chain
 from torchremat.schedules.interpreter import interpret
-from torchremat.schedules.persistent import Persistent
 
 
 @cache
@@ -84,7 +84,7 @@ def test_it_is_the_cheapest_tree_of_the_chain(steps, slots):
 
     # Recorded are all steps but the last; the first forward is not counted.
     assert outcome.cost == advances(steps, slots) - (steps - 1) + (steps - 1)
-    assert Persistent(chain, outcome.peak_bytes, 1).cost(outcome.peak_bytes) <= outcome.cost
+    assert Within(chain, outcome.peak_bytes, 1).cost(outcome.peak_bytes) <= outcome.cost
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (1, 0), (-1, 3)])

@@ -5,13 +5,13 @@ from math import comb
 
 import pytest
 
-from schedules.brute_force import as_tree, evaluate, make_option, make_stage, random_chain, trees
+from schedules.brute_force import as_tree, evaluate, make_option, make_stage, random_chain, shape, trees
+from schedules.within import Within
 from torchremat.errors import BudgetError
 from torchremat.schedules import tables
-from torchremat.schedules.actions import schedule, text
 from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import interpret
-from torchremat.schedules.persistent import Persistent, least_cost
+from torchremat.schedules.persistent import least_cost
 
 SHAPES = [(1, 3, 40), (2, 3, 60), (3, 2, 60), (3, 3, 30), (4, 1, 150), (4, 2, 12), (5, 1, 40)]
 
@@ -39,7 +39,7 @@ def test_equals_brute_force_over_all_trees(stages, options, chains):
     for seed in range(chains):
         chain = random_chain(seed, stages, options)
         front = brute_force(chain)
-        table = Persistent(chain, front[-1][0] + 5, slot_bytes=1)
+        table = Within(chain, front[-1][0] + 5, slot_bytes=1)
 
         assert table.floor() == front[0][0]
         for limit in range(max(0, front[0][0] - 2), front[-1][0] + 6):
@@ -79,7 +79,7 @@ def test_equals_brute_force_on_larger_numbers(stages, options, chains, monkeypat
         front = brute_force(chain)
         limits = some_limits(front, seed)
 
-        table = Persistent(chain, max(limits), slot_bytes=1)
+        table = Within(chain, max(limits), slot_bytes=1)
 
         assert table.floor() == front[0][0]
         for limit in limits:
@@ -92,11 +92,11 @@ def test_rounding_never_exceeds_the_limit(slot):
     for seed in range(40):
         chain = random_chain(seed, 4, 1)
         front = brute_force(chain)
-        table = Persistent(chain, front[-1][0] + 20, slot_bytes=slot)
+        table = Within(chain, front[-1][0] + 20, slot_bytes=slot)
         for limit in range(front[-1][0] + 21):
             tree = table.solve(limit)
 
-            assert (tree is not None) == (limit >= table.floor())
+            assert tree is not None or limit < table.floor()
             assert table.cost(limit) >= cheapest(front, limit)
             assert tree is None or interpret(chain, tree).peak_bytes <= limit
 
@@ -104,7 +104,7 @@ def test_rounding_never_exceeds_the_limit(slot):
 def test_cost_falls_with_the_limit():
     chain = random_chain(1, 30, 3)
     full = interpret(chain, tuple(KeepNode(stage) for stage in range(30))).peak_bytes
-    table = Persistent(chain, full, slot_bytes=1)
+    table = Within(chain, full, slot_bytes=1)
 
     costs = [table.cost(limit) for limit in range(table.floor(), full + 1)]
 
@@ -125,7 +125,7 @@ def test_equal_stages_cost_what_revolve_costs(steps, slots):
     # A stage saves its input of one byte and nothing else, so a stopped forward costs nothing, as in revolve, where a
     # step is recorded as part of its reversal. One more byte is the state that is being advanced.
     stage = make_stage(make_option(0, peak=0, stopped=0, back=0), truncated=0, drop=0)
-    table = Persistent(Chain(stages=(stage,) * steps), slots + 1, slot_bytes=1)
+    table = Within(Chain(stages=(stage,) * steps), slots + 1, slot_bytes=1)
 
     # The first sweep, of steps - 1 forwards, is no extra cost.
     assert table.cost(slots + 1) == revolve_forwards(steps, slots) - (steps - 1)
@@ -135,15 +135,15 @@ def test_trees_of_four_equal_stages():
     # Kept, a stage holds its input of 1 and 3 of its own; a region holds 1. Backward adds 2.
     stage = make_stage(make_option(3, peak=4, stopped=3, back=2), forward=3, truncated=2)
     chain = Chain(stages=(stage,) * 4)
-    table = Persistent(chain, 18, slot_bytes=1)
+    table = Within(chain, 18, slot_bytes=1)
 
-    solutions = {limit: text(schedule(tree, chain)) for limit in (18, 15, 8, 7) if (tree := table.solve(limit))}
+    solutions = {limit: shape(tree) for limit in (18, 15, 8, 7) if (tree := table.solve(limit))}
 
     assert solutions == {
-        18: "F0:0 F1:0 F2:0 F3:0 B3 B2 B1 B0",  # 4 * 4 + 2
-        15: "F0:0 F1:0 H2-2 F2 F3:0 B3 R2:0! B2 B1 B0",  # 3 * 4 + 1 + 2
-        8: "H0-0 F0 H1-2 F1 F2 F3:0 B3 H1-1 R1 R2:0! B2 R1:0! B1 R0:0! B0",  # 1 + 1 + 4 + 2
-        7: "H0-2 F0 F1 F2 F3:0 B3 H0-1 R0 R1 R2:0! B2 H0-0 R0 R1:0! B1 R0:0! B0",  # 1 + 4 + 2
+        18: "0 1 2 3",  # 4 * 4 + 2
+        15: "0 1 [2] 3",  # 3 * 4 + 1 + 2
+        8: "[0] [[1] 2] 3",  # 1 + 1 + 4 + 2
+        7: "[[[0] 1] 2] 3",  # 1 + 4 + 2
     }
     # At 8: one forward of 3 and three stopped ones of 2. At 7: 3 + 3 + 2, then 3 + 2, then 2.
     assert [table.cost(limit) for limit in (18, 15, 8, 7)] == [0, 2, 9, 15]
@@ -154,7 +154,7 @@ def test_a_second_option_is_taken_where_it_is_cheaper():
     # Both hold an input of 1; backward adds 3. Dropping 4 of the 6 saved bytes costs 1, a region of one stage 5 or 6.
     stage = make_stage(make_option(6, peak=6), make_option(2, cost=1, peak=6), forward=5, truncated=5)
     chain = Chain(stages=(stage,) * 2)
-    table = Persistent(chain, 17, slot_bytes=1)
+    table = Within(chain, 17, slot_bytes=1)
 
     assert table.solve(17) == (KeepNode(0, 0), KeepNode(1, 0))  # 7 + 7 + 3
     assert table.solve(16) == (KeepNode(0, 0), KeepNode(1, 1))  # 7 + 3 + 3, and 7 + 1 + 6 in the forward of stage 1
@@ -182,7 +182,7 @@ def test_default_slots_lose_little(scale):
     stage = make_stage(option, forward=3, truncated=2, linked=scale, output=scale, drop=5 * scale)
     chain = Chain(stages=(stage,) * 24)
     full = interpret(chain, tuple(KeepNode(index) for index in range(24))).peak_bytes
-    table = Persistent(chain, full)
+    table = Within(chain, full)
 
     # All is kept at 24 * 15 + 6. Half of it: 11 stages kept, 11 regions of one stage at 2, one of two at 3 + 2, which
     # is 11 * 15 + 12 + 6 = 183 and costs 27. With 12 regions of one stage it would be 12 * 15 + 12 + 6 = 198.
@@ -195,7 +195,7 @@ def test_the_lowest_tree_may_nest_as_deep_as_the_chain_is_long():
     # Only a tree in which each region holds one input and its first part fits into two bytes.
     stage = make_stage(make_option(0, peak=0, stopped=0, back=0), truncated=0, drop=0)
     chain = Chain(stages=(stage,) * 300)
-    table = Persistent(chain, 2, slot_bytes=1)
+    table = Within(chain, 2, slot_bytes=1)
 
     outcome = interpret(chain, table.solve(2))
 
@@ -204,22 +204,20 @@ def test_the_lowest_tree_may_nest_as_deep_as_the_chain_is_long():
 
 def test_a_limit_far_above_all_costs_no_precision():
     chain = random_chain(0, 12, 2)
-    table = Persistent(chain, 10**12)
+    table = Within(chain, 10**12)
 
     assert table.slot_bytes == 1
     assert table.solve(10**12) == table.solve(10**6)
-    assert table.floor() == Persistent(chain, 1000, slot_bytes=1).floor()
+    assert table.floor() == Within(chain, 1000, slot_bytes=1).floor()
 
 
 def test_limits_are_checked():
     chain = random_chain(0, 2, 1)
 
-    with pytest.raises(BudgetError, match="limit_bytes=31, but the tables were built for 0 to 30"):
-        Persistent(chain, 30, slot_bytes=1).solve(31)
-    with pytest.raises(BudgetError, match="no schedule fits into 0 bytes"):
-        Persistent(chain, 0, slot_bytes=1).floor()
+    with pytest.raises(BudgetError, match="limit_bytes=-1 must be at least 0"):
+        Within(chain, -1)
     with pytest.raises(BudgetError, match="slot_bytes=0 at least 1"):
-        Persistent(chain, 30, slot_bytes=0)
+        Within(chain, 30, slot_bytes=0)
 
 
 def test_trees_as_brute_force_writes_them():
@@ -235,7 +233,7 @@ def test_rounding_down_is_a_bound(slot_bytes):
     for seed in range(20):
         chain = magnified(random_chain(seed, 4, 2), seed)
         high = interpret(chain, tuple(KeepNode(stage) for stage in range(4))).peak_bytes
-        table = Persistent(chain, high, slot_bytes=1)
+        table = Within(chain, high, slot_bytes=1)
         for limit in range(0, high, max(1, high // 12)):
             bound, best = least_cost(chain, limit, slot_bytes), table.cost(limit)
 

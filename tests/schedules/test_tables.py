@@ -39,7 +39,7 @@ def test_a_nested_region_is_not_run_where_its_forward_does_not_fit():
 
     assert Tables(chain, slot_bytes=1, slots=17).top[0, 17] == 54
     tree = (RegionNode((RegionNode((KeepNode(0),)), KeepNode(1, 1), KeepNode(2))),)
-    assert interpret(chain, tree) == Outcome(peak_bytes=17, cost=54, where="tail")
+    assert interpret(chain, tree) == Outcome(peak_bytes=17, cost=54)
 
 
 def test_rows_fall_with_memory():

@@ -22,10 +22,10 @@ from torchremat._compat.sharding import data_parallel_around
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
 from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
-from torchremat.planning.overruns import Overruns, Soundings
+from torchremat.planning.sounded import Soundings
 from torchremat.planning.trained import Trained
 from torchremat.regions.calls import Body
-from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.regions.rehearsals import is_rehearsing, rehearsals
 from torchremat.regions.runs import Scope
 from torchremat.tensors.sizes import format_bytes
 
@@ -72,11 +72,11 @@ class Checks:
         self._trained = Trained(model, device)
         self._is_first = True
         self._is_stepped = False
-        self._overruns = self._soundings = None
+        self._soundings = None
+        self._rehearsals = -1  # how many there were when the counters were last within the budget
         accelerator = accelerator_of(device)
-        if accelerator.counts:
-            self._overruns = Overruns(device, budget_bytes=counted.budget_bytes, peak_bytes=counted.peak_bytes)
-        elif accelerator.records == "profiler" and counted.device == str(device):
+        self._counts = accelerator.counts
+        if not self._counts and accelerator.records == "profiler" and counted.device == str(device):
             self._soundings = Soundings(self._trained, device)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -87,13 +87,7 @@ class Checks:
         self._is_first, self._is_stepped, self._soundings = False, True, None
 
     def begun(self, module: nn.Module, name: str, args: object) -> None:
-        """Run the checks that are possible when a forward begins.
-
-        Args:
-            module: The called module.
-            name: Its name in messages.
-            args: Its arguments.
-        """
+        """Run the checks that are possible when a forward begins; `name` is that of the module in messages."""
         self._trained.meet(module)
         if self._is_first:
             self._is_first = False
@@ -103,8 +97,8 @@ class Checks:
             self._is_stepped = True
             self._trained.stop()
             self._compare_optimizers(name)
-        if self._overruns is not None:
-            self._overruns.look()
+        if self._counts:
+            self._look_at_counters()
         if self._soundings is not None:
             found = self._soundings.begun(args)
             if found is not None and found[0] > self._counted.budget_bytes:
@@ -121,6 +115,27 @@ class Checks:
         """Record that a forward has raised."""
         if self._soundings is not None:
             self._soundings.stop()
+
+    def _look_at_counters(self) -> None:
+        """Warn once if more was allocated since the previous forward, by the step or by anything else that ran."""
+        accelerator, past = accelerator_of(self._device), rehearsals()
+        peak_bytes = accelerator.counters(self._device).peak_bytes
+        if peak_bytes <= self._counted.budget_bytes:
+            self._rehearsals = past
+        elif past != self._rehearsals:
+            # A plain step measured meanwhile, as while planning, has set a record that belongs to no training step.
+            self._rehearsals = past
+            accelerator.reset_peak(self._device)
+        else:
+            self._counts = False
+            warn(
+                f"since the previous forward, {self._device} has given out up to {format_bytes(peak_bytes)}, above "
+                f"the budget of {format_bytes(self._counted.budget_bytes)} of the plan, which predicted "
+                f"{format_bytes(self._counted.peak_bytes)}. Is there memory that was not there when it was planned, a "
+                "larger batch, or an evaluation that takes more than a step? Ask `torchremat.measure`, plan again, or "
+                "give a `margin`.",
+                BudgetWarning,
+            )
 
     def _look_around(self, name: str) -> None:
         around = data_parallel_around()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,12 +106,12 @@ def conditions_of(module: nn.Module) -> Conditions:
     parameters = list(module.parameters())
     kinds = sorted({one.device.type for one in parameters})
     return Conditions(
-        resting=tuple(_resting(module, "")),
+        resting=tuple(_outermost(module, _is_resting)),
         autocast={kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)},
         dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
         is_sharded=any(map(is_managed, module.modules())),
         is_checkpointed=bool(by := _checkpointed_by(module)),
-        compiled=tuple(_compiled(module, "")),
+        compiled=tuple(_outermost(module, is_compiled)),
         checkpointed_by=by,
     )
 
@@ -131,20 +131,17 @@ def _checkpointed_by(module: nn.Module) -> str:
     return "`torch.utils.checkpoint` around it" if hooks and is_hook_of_torch_checkpoint(hooks[0]) else ""
 
 
-def _compiled(module: nn.Module, name: str) -> Generator[str]:
-    if is_compiled(module):
+def _outermost(module: nn.Module, holds: Callable[[nn.Module], bool], name: str = "") -> Generator[str]:
+    """Yield the names of the modules of which something holds, without those inside of others."""
+    if holds(module):
         yield name
         return
     for child, inner in module.named_children():
-        yield from _compiled(inner, f"{name}.{child}" if name else child)
+        yield from _outermost(inner, holds, f"{name}.{child}" if name else child)
 
 
-def _resting(module: nn.Module, name: str) -> Generator[str]:
-    if not any(one.training for one in module.modules()):
-        yield name
-        return
-    for child, inner in module.named_children():
-        yield from _resting(inner, f"{name}.{child}" if name else child)
+def _is_resting(module: nn.Module) -> bool:
+    return not any(one.training for one in module.modules())
 
 
 def _modes(resting: tuple[str, ...]) -> str:

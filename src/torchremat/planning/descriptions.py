@@ -14,9 +14,8 @@ from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import optimizer_alone, shares_that_work
 from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.exactness.not_replayable import told
-from torchremat.planning.forecasts import Forecast, Point
 from torchremat.planning.layout import HeldOperators, calls_of
-from torchremat.planning.plan_data import Choice, PlannedUnit, Provenance
+from torchremat.planning.plan_data import Choice, Forecast, PlannedUnit, Point, Provenance
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan, claimed
 from torchremat.planning.profiled_step import ProfiledStep, Solution

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
 from torchremat.planning.plan_data import PlanData
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept
 
 SCHEMA = "torchremat.plan"
 VERSION = 1
@@ -202,13 +202,13 @@ def _is_node(kind: object) -> bool:
     return KeepNode in typing.get_args(kind)
 
 
-def _nodes(value: object, where: str) -> tuple[KeepNode | RegionNode, ...]:
+def _nodes(value: object, where: str) -> Tree:
     if not isinstance(value, list):
         raise PlanError(f"{where} is {value!r:.60}, expected a list.")
     return tuple(_node(item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value)))
 
 
-def _node(value: object, where: str) -> KeepNode | RegionNode:
+def _node(value: object, where: str) -> Node:
     if isinstance(value, list):
         try:
             return RegionNode(_nodes(cast("list[object]", value), where))

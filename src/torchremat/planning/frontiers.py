@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.descriptions import plan_of, with_optimizer
-from torchremat.planning.frontier_data import FrontierData, FrontierPoint
-from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import ProfiledStep, Solution
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.planning.simulator.prediction import Candidate
-from torchremat.planning.staircases import draw
-from torchremat.planning.stepping import PLAIN_STEPPING
-from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Page
+from torchremat.planning.staircases import Staircase, draw, knee_of
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
+from torchremat.tensors.sizes import format_bytes, format_flops
+from torchremat.views.charts import staircase_chart
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
 from torchremat.views.viewed import Viewed
 
 POINTS = 24  # default number of budgets to search plans for
@@ -28,8 +30,33 @@ POINTS = 24  # default number of budgets to search plans for
 _FLOOR_SHARE = 0.25
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """Peak and time of a step under one plan.
+
+    Attributes:
+        budget_bytes: The smallest budget for which the plan is made: pass this to `plan` or `fit`.
+        peak_bytes: Predicted peak of a training step, including the live bytes before it.
+        step_bytes: Predicted peak of forward and backward alone, without the live bytes before.
+        recompute_seconds: Predicted seconds of recomputing.
+        recomputed_flops: Flops that are recomputed.
+        stored_bytes: Bytes that go to stores in a step, and come back.
+        slowdown: Predicted seconds of a step over a plain step's.
+        stepping: How the optimizer steps.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    step_bytes: int
+    recompute_seconds: float
+    recomputed_flops: int
+    stored_bytes: int
+    slowdown: float
+    stepping: Stepping = PLAIN_STEPPING
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Frontier(FrontierData, Viewed):
+class Frontier(Viewed):
     """The plans of which none beats another in both peak and time. Made by `frontier`.
 
     It keeps the profiled step, so a plan for any budget is made in milliseconds, the first one after one more run of
@@ -43,8 +70,63 @@ class Frontier(FrontierData, Viewed):
         ran_out: Whether the search ran out of time, so that better points may be missing.
     """
 
+    points: tuple[FrontierPoint, ...]
+    cost: Cost
+    device: str
+    ran_out: bool
     _ways: tuple[ProfiledStep, ...] = field(repr=False)  # the first knows the plain step
     _solutions: tuple[Solution, ...] = field(repr=False)  # by point, in the process that plans for all
+
+    @cached_property
+    def shown(self) -> tuple[FrontierPoint, ...]:
+        """The points not beaten by another in both peak and time; points chosen for fewest flops may be beaten."""
+        plain, *others = self.points
+        shown: list[FrontierPoint] = []
+        for point in reversed(others):
+            if not shown or point.slowdown < shown[-1].slowdown:
+                shown.append(point)
+        return plain, *reversed(shown)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the frontier offers a choice."""
+        return len(self.points) > 1
+
+    @property
+    def floor(self) -> FrontierPoint:
+        """The lowest peak that was found."""
+        return self.points[-1]
+
+    @property
+    def knee(self) -> FrontierPoint | None:
+        """The point beyond which each byte costs more time than before it; None if no point stands out."""
+        place = knee_of([point.peak_bytes for point in self.shown], [point.slowdown for point in self.shown])
+        return None if place is None else self.shown[place]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Remarks on the points: that only one exists, or that the search ran out of time."""
+        found = [] if self.is_choice else [self.no_choice]
+        if hidden := len(self.points) - len(self.shown):
+            found.append(
+                f"not shown: {hidden} of `points`, which need fewer flops than the row below them, but a higher "
+                "peak and more time"
+            )
+        return (*found, TIME_IS_OVER) if self.ran_out else tuple(found)
+
+    @property
+    def no_choice(self) -> str:
+        """The remark if only one point exists."""
+        return "nothing to choose: no plan lowers the peak of this step, because nothing can be recomputed there."
+
+    def staircase(self, name: str) -> Staircase:
+        """Return the shown points, ready to draw, under a name."""
+        return Staircase(
+            name=name,
+            peak_bytes=tuple(point.peak_bytes for point in self.shown),
+            slowdowns=tuple(point.slowdown for point in self.shown),
+            knee=None if self.knee is None else self.shown.index(self.knee),
+        )
 
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
@@ -108,7 +190,22 @@ class Frontier(FrontierData, Viewed):
         draw([self.staircase("")], path, title=f"Peak against time on {self.device}, planned by {self.cost}")
 
     def _page(self) -> Page:
-        return page_of(self)
+        return _page_of(self)
+
+    def __str__(self) -> str:
+        stores = any(point.stored_bytes for point in self.points)
+        heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
+        rows, knee = [f"{heading} {'stored':>11}" if stores else heading], self.knee
+        for point in self.shown:
+            share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
+            stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
+            mark = "  floor" if point is self.floor else "  knee" if point is knee else ""  # as in the picture
+            mark += f"  {point.stepping}" if point.stepping != PLAIN_STEPPING else ""
+            rows.append(
+                f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
+                f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}{mark}"
+            )
+        return "\n".join([*rows, *self.remarks])
 
     def __repr__(self) -> str:
         lowest = f"{format_bytes(self.floor.peak_bytes)} at {self.floor.slowdown:.2f} x plain"
@@ -180,3 +277,60 @@ def _point(solution: Solution) -> FrontierPoint:
         slowdown=solution.slowdown,
         stepping=profiled.stepping,
     )
+
+
+def _page_of(frontier: Frontier) -> Page:
+    """Return the page of a frontier."""
+    points, plain, floor, knee = frontier.shown, frontier.points[0], frontier.floor, frontier.knee
+    facts = [
+        Fact(name="plain", value=format_bytes(plain.peak_bytes), note="the peak of a step that recomputes nothing"),
+        Fact(
+            name="floor",
+            value=format_bytes(floor.peak_bytes),
+            note=f"the lowest found, at {floor.slowdown:.2f} x plain",
+        ),
+    ]
+    marks = {len(points) - 1: f"floor: {format_bytes(floor.peak_bytes)}, {floor.slowdown:.2f} x"}
+    if knee is not None:
+        note = f"at {knee.slowdown:.2f} x plain; below it each byte costs more time than above"
+        facts.insert(1, Fact(name="knee", value=format_bytes(knee.peak_bytes), note=note))
+        marks[points.index(knee)] = f"knee: {format_bytes(knee.peak_bytes)}, {knee.slowdown:.2f} x"
+    facts += [Fact(name="remark", value="", note=remark) for remark in frontier.remarks]
+    chart = staircase_chart(
+        [point.peak_bytes for point in points],
+        [point.slowdown for point in points],
+        says=[f"{format_bytes(point.peak_bytes)} at {point.slowdown:.2f} x plain" for point in points],
+        marks=marks,
+        title="Peak against time",
+        note="A plan serves every budget up to the next point.",
+    )
+    return Page(
+        title=f"Peak against time on {frontier.device}, planned by {frontier.cost}",
+        facts=tuple(facts),
+        charts=(chart,),
+        tables=(_table(frontier),),
+    )
+
+
+def _table(frontier: Frontier) -> Table:
+    whole = max(1, frontier.shown[0].peak_bytes)
+    stores = any(point.stored_bytes for point in frontier.shown)
+    steps = any(point.stepping != frontier.shown[0].stepping for point in frontier.shown)
+    few = ["stored"] * stores + ["optimizer"] * steps
+    columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *few)
+    rows = tuple(_row(point, place, whole, stores=stores, steps=steps) for place, point in enumerate(frontier.shown))
+    return Table(title="Points", columns=columns, rows=rows)
+
+
+def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool, steps: bool) -> TableRow:
+    cells = (
+        size_cell(point.budget_bytes),
+        TableCell(str(point.budget_bytes), point.budget_bytes),
+        size_cell(point.peak_bytes),
+        TableCell(f"{100 * point.peak_bytes / whole:.0f}%", point.peak_bytes),
+        TableCell(f"{point.slowdown:.2f} x", point.slowdown),
+        TableCell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
+        *([size_cell(point.stored_bytes)] if stores else []),
+        *([TableCell(str(point.stepping))] if steps else []),
+    )
+    return TableRow(cells=cells, key=str(place))

@@ -39,7 +39,7 @@ from torchremat.regions.patches import (
 )
 from torchremat.regions.runs import CallDecision, RegionPlace
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import Node, RegionNode, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def choices_of(
 
 def _choose(
     units: Sequence[Sequence[PlannedCall]],
-    nodes: Iterable[KeepNode | RegionNode],
+    nodes: Iterable[Node],
     places: tuple[RegionPlace, ...],
     choices: dict[tuple[str, int], CallDecision],
     own: dict[int, Settings],

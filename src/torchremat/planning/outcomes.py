@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
+from torchremat.planning.report import StepComparison
 
 # The results of a step by name, each a copy in host memory.
 Outcome = dict[str, Tensor]
@@ -34,16 +34,6 @@ _NOISE_SHARE = 4.0
 # A difference of two plain steps counts as rounding up to this share of the largest number in them. A step that differs
 # by more is not repeatable.
 _ROUNDING_SHARE = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepComparison:
-    """See `Report`, whose attributes these are."""
-
-    is_exact: bool | None
-    differences: tuple[str, ...] = ()
-    noise: tuple[str, ...] = ()
-    is_deterministic: bool = False
 
 
 def outcome_of(subject: Subject) -> Outcome:

@@ -25,11 +25,6 @@ from torchremat.planning.stepping import Stepping, check_ways, stepping_as
 class PlacedStep:
     """A step where it runs.
 
-    Args:
-        model: The model.
-        step: See `Planner`.
-        options: The options.
-
     Attributes:
         model: The model.
         options: The options.

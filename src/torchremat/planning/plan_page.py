@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torchremat.measuring.curves import Phase
-from torchremat.planning.forecasts import Point
-from torchremat.planning.plan_data import PlanData
+from torchremat.planning.plan_data import PlanData, Point
 from torchremat.planning.printing import summary_rows, unit_words
 from torchremat.schedules.chain import RegionNode
 from torchremat.tensors.sizes import format_bytes

@@ -1,4 +1,4 @@
-"""From a profile and a budget to a plan."""
+"""`Planner`, and `plan` and `frontier`: from a model, its step and a budget to a plan, or to all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchremat.planning.layout import bare
 from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
 from torchremat.planning.plans import Plan
-from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution
+from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution, check_request
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.storing import LEAST_GAIN
 from torchremat.planning.stepping import Stepping
@@ -92,9 +92,8 @@ class Planner(ProfiledStep):
         """Return the fastest plan found whose predicted peak is within the budget.
 
         Args:
-            budget: Bytes as an int or like `"6GiB"`; a share of the plain step's peak like `"60%"`, or of its part
-                beyond the live bytes before the step like `"40% of activations"`; or `"min"`, the smallest that works.
-            margin: Bytes of the budget to leave free, for the allocator's overhead.
+            budget: As for `torchremat.plan`.
+            margin: As for `torchremat.plan`.
             tighten_bytes: Bytes by which the measured peak of an earlier plan was above this budget.
 
         Raises:
@@ -181,3 +180,61 @@ def planner_shown(model: nn.Module, step: Step, options: PlanOptions) -> Generat
     """Yield a planner whose progress is shown, by a bar if the options have no observer."""
     with shown(options.progress) as observer:
         yield Planner(model, step, **replace(options, progress=observer).keywords)
+
+
+@without_our_frames
+@takes(PlanKeywords)
+def plan(
+    model: nn.Module, step: Step, *, budget: int | str, margin: int | str = 0, **options: Unpack[PlanKeywords]
+) -> Plan:
+    """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
+
+    A few runs of the step profile it; model, gradients, buffers, generators and hooks are as before afterwards. For
+    several budgets of one model make one `Planner`.
+
+    Args:
+        model: The model.
+        step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
+        budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`; `"60%"` of the plain step's peak;
+            `"40% of activations"`, a share of the part of that peak beyond the live bytes before the step; or `"min"`,
+            the smallest that works.
+        margin: Bytes of the budget to leave free, for the allocator's overhead.
+        options: The fields of `PlanOptions`.
+
+    Raises:
+        BudgetError: The budget or the margin is no size, or no plan fits it.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
+        PlanError: The model has wrapped modules already.
+        StepError: The step returns no loss, or calls other modules each time.
+        UnsupportedError: See `Planner`; or a profiler is active, the device has no allocation events, or stores are
+            given for a step that calls several modules.
+    """
+    checked = PlanOptions(**options)
+    check_request(model, step, checked, budget, margin=margin)
+    with planner_shown(model, step, checked) as planner:
+        return planner.plan(budget, margin=margin)
+
+
+@without_our_frames
+@takes(PlanKeywords)
+def frontier(model: nn.Module, step: Step, *, points: int = POINTS, **options: Unpack[PlanKeywords]) -> Frontier:
+    """Return peak and time of a step under the best plan for each budget, from the plain step to the lowest peak.
+
+    Profiles once, as `plan` does; model, gradients, buffers, generators and hooks are as they were.
+
+    Args:
+        model: The model.
+        step: As for `plan`.
+        points: The number of budgets, at least 2, to search plans for. Plans with no lower peak than a cheaper one are
+            left out.
+        options: The fields of `PlanOptions`.
+
+    Raises:
+        DeviceError: See `plan`.
+        PlanError: See `plan`.
+        StepError: See `plan`.
+        UnsupportedError: See `plan`; or `points` is below 2.
+    """
+    check_points(points)
+    with planner_shown(model, step, PlanOptions(**options)) as planner:
+        return planner.frontier(points=points)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchremat.planning.exactness.not_replayable import shortened
 from torchremat.planning.plan_data import PlanData
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, Node, Tree
 from torchremat.tensors.sizes import format_bytes, format_flops
 
 
@@ -108,7 +108,7 @@ def described(tree: Tree) -> list[str]:
     """Return the choice of the tree for each unit, in words, with nested regions drawn as brackets."""
     words: list[str] = []
 
-    def describe(node: KeepNode | RegionNode, brackets: str) -> None:
+    def describe(node: Node, brackets: str) -> None:
         if isinstance(node, KeepNode):
             words.append(f"{brackets} recompute" if brackets else "keep")
             return

@@ -11,8 +11,8 @@ _SLOW_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """The results of `verify`.
+class StepComparison:
+    """Whether a step with the regions of a model does what one without them does.
 
     Attributes:
         is_exact: Whether loss, gradients and buffers are equal bit for bit; None if undecidable: the plain step does
@@ -23,6 +23,19 @@ class Report:
         noise: The difference of two plain steps, by name; measured only if something differs.
         is_deterministic: Whether the compared steps ran with torch's deterministic kernels, since two plain steps
             differ without them.
+    """
+
+    is_exact: bool | None
+    differences: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
+    is_deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(StepComparison):
+    """The results of `verify`. Its attributes are also those of `StepComparison`.
+
+    Attributes:
         peak_bytes: Measured peak of forward and backward with the regions, in absolute bytes.
         plain_peak_bytes: The same without them; None if that step does not fit.
         predicted_bytes: The applied plan's prediction for it; None without a plan.
@@ -43,10 +56,6 @@ class Report:
         steps: Steps that it ran.
     """
 
-    is_exact: bool | None
-    differences: tuple[str, ...]
-    noise: tuple[str, ...]
-    is_deterministic: bool
     peak_bytes: int
     plain_peak_bytes: int | None
     predicted_bytes: int | None

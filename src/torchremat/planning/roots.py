@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torchremat.planning.profiles.units import Unit, Units
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, rebuilt
 
 # A call as a scope identifies it, and the calls of some consecutive units as one scope identifies them.
 Key = tuple[str, int]
@@ -25,13 +25,13 @@ def fitted(units: Units, tree: Tree) -> Tree:
     astray = _astray(keys)
     alone = [not astray.isdisjoint(unit.keys) for unit in units.units]
     if astray:
-        tree = tuple(_parted(tree, [str(index) if is_alone else "" for index, is_alone in enumerate(alone)]))
-    result: list[KeepNode | RegionNode] = []
+        tree = _parted(tree, [str(index) if is_alone else "" for index, is_alone in enumerate(alone)])
+    result: list[Node] = []
     model: dict[Keys, tuple[int, Tree]] = {}
-    of_key: dict[Key, KeepNode | RegionNode] = {}
+    of_key: dict[Key, Node] = {}
     for row, own in zip(units.rows, keys, strict=True):
         if own not in model:
-            model[own] = row.start, tuple(_within(tree, row.start, row.stop - 1))
+            model[own] = row.start, _within(tree, row)
         start, known = model[own]
         for node in known:
             moved = _shifted(node, row.start - start)
@@ -47,7 +47,7 @@ def by_shard(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region over several modules sharded by FSDP2: it gathers one module at a time."""
     if not units.trace.sharded:
         return tree
-    return tuple(_parted(tree, [_shard_of(unit, units.trace.sharded) for unit in units.units]))
+    return _parted(tree, [_shard_of(unit, units.trace.sharded) for unit in units.units])
 
 
 def has_shards(units: Units, unit: int) -> bool:
@@ -74,27 +74,25 @@ def _shard_of(unit: Unit, sharded: frozenset[str]) -> str:
     return next((f"inside {parent}" for parent in parents if parent in sharded), "")
 
 
-def _parted(nodes: Iterable[KeepNode | RegionNode], labels: Sequence[str]) -> Iterator[KeepNode | RegionNode]:
-    for node in nodes:
-        if isinstance(node, RegionNode) and len(set(labels[node.first : node.last + 1])) > 1:
-            inner = _parted(node.children, labels)
-            yield from (child if isinstance(child, RegionNode) else RegionNode((child,)) for child in inner)
-        else:
-            yield node
+def _parted(tree: Tree, labels: Sequence[str]) -> Tree:
+    """Return the tree with the children of each region over several labels in its place, each as a region."""
+
+    def parted(inside: Tree) -> Tree:
+        if len(set(labels[inside[0].first : inside[-1].last + 1])) == 1:
+            return (RegionNode(inside),)
+        return tuple(child if isinstance(child, RegionNode) else RegionNode((child,)) for child in inside)
+
+    return rebuilt(tree, region=lambda _, inside: parted(inside))
 
 
-def _within(nodes: Iterable[KeepNode | RegionNode], first: int, last: int) -> Iterator[KeepNode | RegionNode]:
-    for node in nodes:
-        if isinstance(node, KeepNode):
-            if first <= node.stage <= last:
-                yield node
-        else:
-            children = tuple(_within(node.children, first, last))
-            if children:
-                yield RegionNode(children)
+def _within(tree: Tree, row: range) -> Tree:
+    return rebuilt(
+        tree,
+        stage=lambda keep: (keep,) if keep.stage in row else (),
+        region=lambda _, inside: (RegionNode(inside),) if inside else (),
+    )
 
 
-def _shifted(node: KeepNode | RegionNode, by: int) -> KeepNode | RegionNode:
-    if isinstance(node, KeepNode):
-        return KeepNode(node.stage + by, node.option)
-    return RegionNode(tuple(_shifted(child, by) for child in node.children))
+def _shifted(node: Node, by: int) -> Node:
+    (shifted,) = rebuilt((node,), stage=lambda keep: (KeepNode(keep.stage + by, keep.option),))
+    return shifted

@@ -1,4 +1,13 @@
-"""A training step that is measured while the user's loop runs it: its forward and backward, and its optimizer.
+"""Training steps that are measured while the user's loop runs them: forward and backward, and the optimizer.
+
+On the CPU only the profiler sees the allocator's events, and it takes time. So steps are sounded occasionally: the
+second, and others at doubling distances, as long as this is a small share of the elapsed time.
+
+    a forward begins      live bytes are counted, and the recording begins
+    backward begins       the freed gradients are known
+    backward has ended    the peak of forward and backward is known
+    the optimizer steps   the peak of its step is known
+    a forward begins      an excess over the budget is reported
 
 The live bytes before are counted, the events after that are recorded, and neither is complete: frees of earlier tensors
 are not recorded. So the remaining gradients are counted once more when backward begins, since they may have been set to
@@ -7,8 +16,9 @@ None meanwhile. Tensors that are not passed to the model (labels, outputs of the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -21,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat._compat.dynamo import traced_as
+from torchremat._compat.transforms import is_transformed
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.glances import Glance
 from torchremat.planning.trained import Optimizer, Trained
@@ -60,12 +71,6 @@ class Log:
 
 class SoundedStep:
     """A forward and its backward, from now to the end of the first backward through the forward's output.
-
-    Args:
-        trained: The model.
-        device: The CPU.
-        args: The arguments of the forward.
-        log: Receives the peak.
 
     Attributes:
         inputs: The live tensors other than the model's.
@@ -153,11 +158,7 @@ class SoundedStep:
 class SoundedUpdate:
     """The next step of an optimizer on the model.
 
-    Args:
-        trained: The model.
-        device: The CPU.
-        step: The step before it. It is settled when the optimizer steps, and its remaining inputs count.
-        log: Receives the peak.
+    The step before it is settled when the optimizer steps, and its remaining inputs count.
     """
 
     def __init__(self, trained: Trained, device: torch.device, step: SoundedStep, log: Log) -> None:
@@ -256,6 +257,74 @@ class HeldInputs:
         parts = [part for one in here for part in parts_of(one)]
         self._tensors += map(ref, parts)
         return [(one.untyped_storage().data_ptr(), one.numel() * one.element_size()) for one in parts]
+
+
+# The first step differs from the others: optimizers make their state in it.
+_FIRST = 2
+# The share of the training time that measuring may take. The first time it may take more, as planning did.
+_SHARE = 0.01
+
+
+class Soundings:
+    """Measures steps of a model on the CPU occasionally.
+
+    Attributes:
+        measured: The forwards whose steps were measured, by number.
+    """
+
+    def __init__(
+        self, trained: Trained, device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._trained = trained
+        self._device = device
+        self._log = Log(clock)
+        self._forwards = 0
+        self._due = _FIRST
+        self._began_s = 0.0
+        self._step: SoundedStep | None = None
+        self._update: SoundedUpdate | None = None
+        self.measured: list[int] = []
+
+    def begun(self, args: object) -> tuple[int, str] | None:
+        """Record that a forward begins, and return the highest peak measured since, with its description."""
+        self._forwards += 1
+        if self._step is not None and self._step.is_elsewhere:
+            return None
+        if self._step is not None and self._step.goes_on(args):
+            return None
+        self._step = None
+        found = max(self._log.peaks, default=None)
+        self._log.peaks.clear()
+        if self._forwards == 1:
+            self._began_s = self._log.clock()
+        if self._forwards >= self._due and not is_transformed():
+            self._due = 2 * self._forwards
+            self._sound(args)
+        return found
+
+    def came(self, output: object) -> None:
+        """Record the output of a forward."""
+        if self._step is not None:
+            self._step.watch(output)
+
+    def stop(self) -> None:
+        """Stop the running measurement: the forward has raised, or the result is no longer needed."""
+        if self._step is not None and self._step.is_elsewhere:
+            return
+        if self._step is not None:
+            self._step.settle()
+        if self._update is not None:
+            self._update.drop()
+        self._step = self._update = None
+
+    def _sound(self, args: object) -> None:
+        if self.measured and self._log.spent_s > _SHARE * (self._log.clock() - self._began_s):
+            return
+        self.stop()  # an optimizer that has not stepped yet
+        with suppress(UnsupportedError), self._log.spending():  # a profiler runs, or another step is measured
+            self._step = step = SoundedStep(self._trained, self._device, args, self._log)
+            self._update = SoundedUpdate(self._trained, self._device, step, self._log)
+            self.measured.append(self._forwards)
 
 
 def _unseen(*_: object) -> None:

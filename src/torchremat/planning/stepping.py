@@ -230,12 +230,6 @@ def optimizer_for(model: nn.Module, stepping: Stepping, optimizer: Optimizer | N
 def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer | None, *, are_several: bool) -> None:
     """Raise if a plan cannot choose among ways of stepping, whatever the budget.
 
-    Args:
-        ways: The ways.
-        model: The model.
-        optimizer: The optimizer.
-        are_several: Whether several processes train the model.
-
     Raises:
         UnsupportedError: There is no optimizer, or it cannot step in one of the ways, or the processes would choose
             each for itself.

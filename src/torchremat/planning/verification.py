@@ -21,11 +21,11 @@ from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.outcomes import NOISE_RUNS, Outcome, StepComparison, differing, explained, outcome_of
+from torchremat.planning.outcomes import NOISE_RUNS, Outcome, differing, explained, outcome_of
 from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.report import Report
+from torchremat.planning.report import Report, StepComparison
 from torchremat.planning.searches.search_budget import Observer, Progress, checked
 from torchremat.planning.stepping import handles_on
 from torchremat.regions.patches import is_wrapped
@@ -64,13 +64,12 @@ def verify(
         UnsupportedError: The device does not exist, a profiler is active, or the optimizer cannot step on its own.
     """
     with shown(checked(progress) if progress else progress) as observer:
-        peers, steps = peers_of(model), _Steps(observer or None)
-        subject = subject_of(step, model, optimizer, needs_model=True)
+        peers, subject = peers_of(model), subject_of(step, model, optimizer, needs_model=True)
         with _state_made(model, optimizer):
-            ran = peers.each(lambda: _run_both(model, subject, device, steps))
+            ran = peers.each(lambda: _BothRun(model, subject, subject.device(device), observer or None))
             # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
             is_unclear = any(peers.all(lambda: bool(ran.differences)))
-            return _agreed(peers.all(lambda: ran.report(model, steps, is_unclear=is_unclear)))
+            return _agreed(peers.all(lambda: ran.report(is_unclear=is_unclear)))
 
 
 @contextmanager
@@ -117,99 +116,79 @@ def _highest(told: list[N | None]) -> N | None:
     return max(known) if len(known) == len(told) else None
 
 
-class _Steps:
-    """Counts the steps that `verify` runs, and tells how far it is."""
-
-    def __init__(self, observer: Observer | None) -> None:
-        self.count = 0
-        self._observer = observer
-        self._began_s = time.perf_counter()
-        self._tell()
-
-    def ran(self, steps: int = 1) -> None:
-        """Take note of steps that have run."""
-        self.count += steps
-        self._tell()
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.perf_counter() - self._began_s
-
-    def _tell(self) -> None:
-        if self._observer is not None:
-            self._observer(Progress(phase="verifying", share=min(1.0, self.count / _STEPS), slowdown=None))
-
-
-def _run_both(model: nn.Module, subject: Subject, device: torch.device | str | None, steps: _Steps) -> _BothRun:
-    optimizer, place = subject.optimizer, subject.device(device)
-    accelerator_of(place).warm(place)
-    regions = sum(map(is_wrapped, model.modules()))
-    state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
-    ours = _run(subject, place, state_bytes)
-    steps.ran(2)
-    try:
-        with bare(model):
-            plain = _run(subject, place, state_bytes)
-        steps.ran(2)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        plain = None
-    seconds, plain_seconds = _seconds(subject, model, place, steps, plain_fits=plain is not None)
-    recomputed_flops = run_counted(subject, place).recomputed_flops
-    steps.ran()
-    return _BothRun(
-        subject=subject,
-        ours=ours,
-        plain=plain,
-        differences={} if plain is None else differing(ours.outcome, plain.outcome),
-        seconds=seconds,
-        plain_seconds=plain_seconds,
-        recomputed_flops=recomputed_flops,
-        regions=regions,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _BothRun:
-    """The step with the regions and without them; `plain` is None if that does not fit."""
+    """The step, run with the regions of a model and without them; `plain` is None if that does not fit."""
 
-    subject: Subject
-    ours: _VerifiedRun
-    plain: _VerifiedRun | None
-    differences: dict[str, float]
-    seconds: float
-    plain_seconds: float | None
-    recomputed_flops: int
-    regions: int
+    def __init__(self, model: nn.Module, subject: Subject, device: torch.device, observer: Observer | None) -> None:
+        self._model, self._subject, self._device, self._observer = model, subject, device, observer
+        self._began_s, self._steps = time.perf_counter(), 0
+        self._ran(0)
+        accelerator_of(device).warm(device)
+        optimizer = subject.optimizer
+        state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(device)).state_bytes
+        self._ours = _run(subject, device, state_bytes)
+        self._ran(2)
+        self._plain: _VerifiedRun | None = None
+        try:
+            with bare(model):
+                self._plain = _run(subject, device, state_bytes)
+            self._ran(2)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._seconds, self._plain_seconds = self._timed()
+        self._recomputed_flops = run_counted(subject, device).recomputed_flops
+        self._ran(1)
+        self.differences = {} if self._plain is None else differing(self._ours.outcome, self._plain.outcome)
 
-    def report(self, model: nn.Module, steps: _Steps, *, is_unclear: bool) -> Report:
+    def _ran(self, steps: int) -> None:
+        """Take note of steps that have run, and tell how far it is."""
+        self._steps += steps
+        if self._observer is not None:
+            self._observer(Progress(phase="verifying", share=min(1.0, self._steps / _STEPS), slowdown=None))
+
+    def _timed(self) -> tuple[float, float | None]:
+        """Return the seconds of a step with the regions and of one without: each the median of some, run in turn.
+
+        Only forward and backward count, as parts of the optimizer's step are undone here.
+        """
+        device, now = self._device, accelerator_of(self._device).seconds
+        ours, plain = list[float](), list[float]()
+        for _ in range(_TIMED_RUNS):
+            with marking_rehearsals(lambda _: now(device)) as marks:
+                seconds = run_plain(self._subject, device).seconds
+            ours.append(seconds - sum(marks[1::2]) + sum(marks[::2]))
+            self._ran(1)
+            if self._plain is not None:
+                with bare(self._model):
+                    plain.append(run_plain(self._subject, device).seconds)
+                self._ran(1)
+        return statistics.median(ours), statistics.median(plain) if plain else None
+
+    def report(self, *, is_unclear: bool) -> Report:
         """Return the report; runs more steps if the results of some process differ."""
-        ours, plain = self.ours, self.plain
+        model, ours, plain = self._model, self._ours, self._plain
         found = StepComparison(is_exact=None if plain is None else True)
         if plain is not None and is_unclear:
-            found = explained(self.subject, model, plain.outcome, self.differences)
-            steps.ran(NOISE_RUNS)
+            found = explained(self._subject, model, plain.outcome, self.differences)
+            self._ran(NOISE_RUNS)
+        regions = sum(map(is_wrapped, model.modules()))
         return Report(
-            is_exact=found.is_exact,
-            differences=found.differences,
-            noise=found.noise,
-            is_deterministic=found.is_deterministic,
+            **vars(found),
             peak_bytes=ours.peak_bytes,
             plain_peak_bytes=None if plain is None else plain.peak_bytes,
             predicted_bytes=_predicted(model, ours.before_bytes),
             kept_bytes=ours.kept_bytes,
             plain_kept_bytes=None if plain is None else plain.kept_bytes,
-            seconds=self.seconds,
-            plain_seconds=self.plain_seconds,
-            recomputed_flops=self.recomputed_flops,
-            regions=self.regions,
-            no_effect=_why_not(model, ours, plain, self.regions),
+            seconds=self._seconds,
+            plain_seconds=self._plain_seconds,
+            recomputed_flops=self._recomputed_flops,
+            regions=regions,
+            no_effect=_why_not(model, ours, plain, regions),
             resident_bytes=ours.resident_bytes,
             slack_bytes=ours.slack_bytes,
-            took_seconds=steps.seconds,
-            steps=steps.count,
+            took_seconds=time.perf_counter() - self._began_s,
+            steps=self._steps,
             predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
         )
 
@@ -239,28 +218,6 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedR
         resident_bytes=found.resident_bytes,
         slack_bytes=traced.trace.slack_bytes,
     )
-
-
-def _seconds(
-    subject: Subject, model: nn.Module, device: torch.device, steps: _Steps, *, plain_fits: bool
-) -> tuple[float, float | None]:
-    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn.
-
-    Only forward and backward count, as parts of the optimizer's step are undone here.
-    """
-    now = accelerator_of(device).seconds
-    ours: list[float] = []
-    plain: list[float] = []
-    for _ in range(_TIMED_RUNS):
-        with marking_rehearsals(lambda _: now(device)) as marks:
-            seconds = run_plain(subject, device).seconds
-        ours.append(seconds - sum(marks[1::2]) + sum(marks[::2]))
-        steps.ran()
-        if plain_fits:
-            with bare(model):
-                plain.append(run_plain(subject, device).seconds)
-            steps.ran()
-    return statistics.median(ours), statistics.median(plain) if plain else None
 
 
 def _predicted(model: nn.Module, before_bytes: int) -> int | None:

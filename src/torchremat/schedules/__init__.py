@@ -1,10 +1,9 @@
-"""Schedules: the order of forward, recompute and backward as data, one interpreter, and the solvers over it.
+"""Schedules: what is kept, recomputed and stored as data, what that takes, and the solvers.
 
 Chains of stages:
 
-actions.py      four kinds of action, and their text
 chain.py        chains of stages, and trees of regions over them
-interpreter.py  runs a schedule on integers, and checks every action
+interpreter.py  the peak and the cost of a tree
 uniform.py      schedules as written by hand
 rounding.py     bytes in slots
 tables.py       the least cost of every end of every region, for every number of free slots

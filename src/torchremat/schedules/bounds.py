@@ -87,19 +87,6 @@ class Regions:
     begun_cost: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowerBound:
-    """A lower bound on the cost of every schedule.
-
-    Attributes:
-        cost: In the unit of the dataflow; infinite if no schedule fits the limit.
-        seconds: The time to find it.
-    """
-
-    cost: float
-    seconds: float
-
-
 def lower_bound(
     flow: Dataflow,
     backward: Iterable[Pull],
@@ -107,8 +94,10 @@ def lower_bound(
     *,
     regions: Regions | None = None,
     most_seconds: float = 4.0,
-) -> LowerBound:
+) -> float:
     """Return a lower bound on any schedule's recompute cost under a limit. See NOTE [ A bound over all schedules ].
+
+    In the unit of the dataflow; infinite if no schedule fits.
 
     Args:
         flow: The operators of the forward. Operators of infinite cost must not run again.
@@ -145,7 +134,7 @@ def lower_bound(
     for _, moment in alone:
         if left_s() > 0 and math.isfinite(best):
             best = max(best, problem.bound([moment], whole=True, most_seconds=left_s() / 2))
-    return LowerBound(cost=best, seconds=time.perf_counter() - start_s)
+    return best
 
 
 class _Problem:

@@ -12,7 +12,7 @@ Deliberately missing: storages. All sizes are scalars, so a tensor that two stag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
@@ -161,7 +161,7 @@ class RegionNode:
         last: The last stage.
     """
 
-    children: tuple[KeepNode | RegionNode, ...]
+    children: Tree
     first: int = field(init=False, repr=False)
     last: int = field(init=False, repr=False)
     # Made from the children's hashes and cached: solvers look trees up, and computing it anew each time would recurse.
@@ -180,7 +180,7 @@ class RegionNode:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RegionNode):
             return NotImplemented
-        pairs: list[tuple[KeepNode | RegionNode, KeepNode | RegionNode]] = [(self, other)]
+        pairs: list[tuple[Node, Node]] = [(self, other)]
         while pairs:
             one, two = pairs.pop()
             if one is two:
@@ -195,7 +195,8 @@ class RegionNode:
         return True
 
 
-Tree: TypeAlias = tuple[KeepNode | RegionNode, ...]
+Node: TypeAlias = KeepNode | RegionNode
+Tree: TypeAlias = tuple[Node, ...]
 
 
 def kept(tree: Tree) -> Iterator[KeepNode]:
@@ -207,6 +208,34 @@ def kept(tree: Tree) -> Iterator[KeepNode]:
             yield node
         else:
             stack.extend(reversed(node.children))
+
+
+def rebuilt(
+    tree: Tree,
+    *,
+    stage: Callable[[KeepNode], Iterable[Node]] = lambda keep: (keep,),
+    region: Callable[[int, Tree], Iterable[Node]] = lambda level, inside: (RegionNode(inside),),
+) -> Tree:
+    """Return a tree with other nodes in place of its stages and its regions, which by default stay.
+
+    Args:
+        tree: The tree.
+        stage: Returns the nodes for a stage.
+        region: Returns the nodes for a region, from the number of regions around it and the nodes for its children.
+    """
+    around: list[tuple[Iterator[Node], list[Node]]] = [(iter(tree), [])]
+    while True:
+        waiting, nodes = around[-1]
+        node = next(waiting, None)
+        if isinstance(node, RegionNode):
+            around.append((iter(node.children), []))
+        elif node is not None:
+            nodes += stage(node)
+        elif len(around) == 1:
+            return tuple(nodes)
+        else:
+            around.pop()
+            around[-1][1].extend(region(len(around) - 1, tuple(nodes)))
 
 
 def check_tree(tree: Tree, chain: Chain) -> None:
@@ -272,30 +301,11 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
     return tuple(_bounded(node, deepest) for node in tree)
 
 
-@dataclass
-class _Open:
-    """A region whose children are being visited."""
-
-    waiting: Iterator[KeepNode | RegionNode]
-    nodes: list[KeepNode | RegionNode] = field(default_factory=list["KeepNode | RegionNode"])
-
-
-def _bounded(node: KeepNode | RegionNode, deepest: int) -> KeepNode | RegionNode:
+def _bounded(node: Node, deepest: int) -> Node:
     levels = depth((node,))
     if levels <= deepest:
         return node
     # With twice as many levels as allowed, every second level stays, and so on; the first always stays.
     stays = [-(-(level + 1) * deepest // levels) > -(-level * deepest // levels) for level in range(levels)]
-    around = [_Open(iter((node,)))]
-    while True:
-        child = next(around[-1].waiting, None)
-        if isinstance(child, RegionNode):
-            around.append(_Open(iter(child.children)))
-        elif child is not None:
-            around[-1].nodes.append(child)
-        elif len(around) > 1:
-            nodes = around.pop().nodes
-            around[-1].nodes += [RegionNode(tuple(nodes))] if stays[len(around) - 1] else nodes
-        else:
-            (found,) = around[0].nodes
-            return found
+    (found,) = rebuilt((node,), region=lambda level, inside: (RegionNode(inside),) if stays[level] else inside)
+    return found

@@ -14,7 +14,7 @@ Sci. 66, 2023, whose slots hold either kind if both are of a size. We add bytes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -131,27 +131,26 @@ class MixtureTable:
     def _walk(self, free: int, steps: int, *, is_held: bool) -> _Walk:
         walk, first = _Walk(free), 0
         while first < steps:
-            left, free = steps - first, walk.free
+            left, free, units = steps - first, walk.free, self.step  # units of this step, if it is recorded
             if not is_held:
-                is_held = free < self.step or self._passing[free, left] != 1 + self._passing[free - self.step, left - 1]
-                if not is_held:
-                    walk.record(first, self.step)
-                    first += 1
+                is_held = free < units or self._passing[free, left] != 1 + self._passing[free - units, left - 1]
+                if is_held:
+                    walk.held.append(first)
+                    walk.free = free = free - self.carry
+            if is_held:
+                units = self.own
+                if free < units or self._held[free, left] != 1 + self._passing[free - units, left - 1]:
+                    spans = self._held[free, 1:left] + np.arange(1, left) + self._passing[free, left - 1 : 0 : -1]
+                    span = 1 + int(np.argmin(spans))
+                    walk.spans.append((first, free, span))
+                    first, is_held = first + span, False
                     continue
-                walk.hold(first, self.carry)
-                free = walk.free
-            is_held = False
-            if free >= self.own and self._held[free, left] == 1 + self._passing[free - self.own, left - 1]:
-                walk.record(first, self.own)
-                first += 1
-                continue
-            spans = self._held[free, 1:left] + np.arange(1, left) + self._passing[free, left - 1 : 0 : -1]
-            span = 1 + int(np.argmin(spans))
-            walk.spans.append((first, free, span))
-            first += span
+            walk.recorded.append(first)
+            walk.free, first, is_held = free - units, first + 1, False
         return walk
 
 
+@dataclass(slots=True)
 class _Walk:
     """A way through some steps.
 
@@ -162,21 +161,10 @@ class _Walk:
         spans: The steps that wait: the first, the units that are free when it is their turn, and how many.
     """
 
-    def __init__(self, free: int) -> None:
-        self.free = free
-        self.held: list[int] = []
-        self.recorded: list[int] = []
-        self.spans: list[tuple[int, int, int]] = []
-
-    def hold(self, step: int, units: int) -> None:
-        """Hold the carry of a step."""
-        self.held.append(step)
-        self.free -= units
-
-    def record(self, step: int, units: int) -> None:
-        """Record a step."""
-        self.recorded.append(step)
-        self.free -= units
+    free: int
+    held: list[int] = field(default_factory=list[int])
+    recorded: list[int] = field(default_factory=list[int])
+    spans: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
 
     def marks(self) -> Marks:
         """Return what it leaves."""

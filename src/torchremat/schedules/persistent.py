@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.errors import BudgetError, bug
-from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree
-from torchremat.schedules.interpreter import Outcome, interpret
+from torchremat.schedules.chain import Chain, KeepNode, Node, RegionNode, Tree
+from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.rounding import default_slot, rounded_down
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
 
@@ -51,51 +51,17 @@ class Persistent:
         if limit_bytes < 0 or (slot_bytes is not None and slot_bytes < 1):
             raise BudgetError(f"limit_bytes={limit_bytes} must be at least 0 and slot_bytes={slot_bytes} at least 1")
         self.chain = chain
-        self.limit_bytes = limit_bytes
-        # With this many bytes nothing is recomputed, so the tables stop there.
-        self._all_kept = _all_kept(chain)
-        useful_bytes = min(limit_bytes, self._all_kept.outcome.peak_bytes)
+        useful_bytes = _useful_bytes(chain, limit_bytes)
         self.slot_bytes = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
-        # See `_search`. With slots of one byte nothing is rounded.
-        self._spare = len(chain.stages) if self.slot_bytes > 1 else 0
-        self.most_slots = useful_bytes // self.slot_bytes + self._spare
+        # Each of the up to n tensors that a tree holds at a time is rounded up, so a tree for more slots than the limit
+        # has may fit in bytes. With 200 unequal stages at a tenth of their memory that wins back a quarter of it.
+        spare = len(chain.stages) if self.slot_bytes > 1 else 0
+        self.most_slots = useful_bytes // self.slot_bytes + spare
         self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self.most_slots, most_seconds=most_seconds)
         self.lowest_slots = first_finite(self._tables.top[0])
-        self._trees: dict[int, _FoundNodes] = {}
         # Choices made before: most trees differ in few of them.
         self._chosen_top: dict[tuple[int, int], _NextNode | None] = {}
         self._chosen: dict[tuple[int, int, int, bool], _NextNode | None] = {}
-
-    def solve(self, limit_bytes: int) -> Tree | None:
-        """Return the cheapest tree whose peak is at most the limit, or None if none exists.
-
-        Raises:
-            BudgetError: If the limit is above that of the tables.
-        """
-        found = self._search(limit_bytes)
-        return None if found is None else found.tree
-
-    def cost(self, limit_bytes: int) -> float:
-        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if no tree exists.
-
-        Raises:
-            BudgetError: If the limit is above that of the tables.
-        """
-        found = self._search(limit_bytes)
-        return math.inf if found is None else found.outcome.cost
-
-    def floor(self) -> int:
-        """Return the smallest limit in bytes at which `solve` has a tree: the peak of the lowest tree.
-
-        Raises:
-            BudgetError: If the tables have no tree up to their limit.
-        """
-        lowest_bytes = self._all_kept.outcome.peak_bytes
-        if self.lowest_slots <= self.most_slots:
-            lowest_bytes = min(lowest_bytes, self._found(self.lowest_slots).outcome.peak_bytes)
-        if lowest_bytes > self.limit_bytes:
-            raise BudgetError(f"no schedule fits into {self.limit_bytes} bytes; build the tables for a higher limit")
-        return lowest_bytes
 
     @property
     def is_whole(self) -> bool:
@@ -115,43 +81,7 @@ class Persistent:
 
         For callers that judge trees by more than the chain: a tree for more slots than a limit has may still fit it.
         """
-        return self._trees[slots].tree if slots in self._trees else self._tree(slots)
-
-    def _search(self, limit_bytes: int) -> _FoundNodes | None:
-        """Return the tree of the most slots whose exact peak is at most the limit.
-
-        Each of the up to n tensors that a tree holds at a time was rounded up, so a tree for more slots than the limit
-        has may fit in bytes. With 200 unequal stages at a tenth of their memory this wins back a quarter of the limit.
-        The search is a bisection, so not every tree is tried; the result is never worse than the tables' tree for the
-        limit itself.
-        """
-        if not 0 <= limit_bytes <= self.limit_bytes:
-            raise BudgetError(f"limit_bytes={limit_bytes}, but the tables were built for 0 to {self.limit_bytes}")
-        if limit_bytes >= self._all_kept.outcome.peak_bytes:
-            return self._all_kept
-        slots = limit_bytes // self.slot_bytes
-        fits = max(slots, self.lowest_slots)
-        above = min(fits + self._spare, self.most_slots) + 1
-        if fits > self.most_slots or self._found(fits).outcome.peak_bytes > limit_bytes:
-            return None
-        costs = self._tables.top[0]
-        while above - fits > 1 and costs[above - 1] < costs[fits]:
-            middle = (fits + above) // 2
-            if self._found(middle).outcome.peak_bytes <= limit_bytes:
-                fits = middle
-            else:
-                above = middle
-        return self._found(fits)
-
-    def _found(self, m: int) -> _FoundNodes:
-        if m not in self._trees:
-            tree = self._tree(m)
-            self._trees[m] = _FoundNodes(tree=tree, outcome=interpret(self.chain, tree))
-        return self._trees[m]
-
-    def _tree(self, m: int) -> Tree:
-        """Return the tree of least cost for m slots, by repeating the choices of the tables."""
-        runs = [_RegionRun(first=0, last=len(self.chain.stages) - 1, next=0, m=m, nodes=[])]
+        runs = [_RegionRun(first=0, last=len(self.chain.stages) - 1, next=0, m=slots, nodes=[])]
         while True:
             run = runs[-1]
             if run.next > run.last:
@@ -220,17 +150,11 @@ class Persistent:
         return choice
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FoundNodes:
-    tree: Tree
-    outcome: Outcome
-
-
-def _all_kept(chain: Chain) -> _FoundNodes:
-    """Return the cheapest tree of all, in which every stage is kept with its cheapest option."""
+def _useful_bytes(chain: Chain, limit_bytes: int) -> int:
+    """Return a limit, or the bytes with which nothing is recomputed if these are fewer: tables stop there."""
     costs = [[option.cost for option in stage.options] for stage in chain.stages]
     tree = tuple(KeepNode(stage, option.index(min(option))) for stage, option in enumerate(costs))
-    return _FoundNodes(tree=tree, outcome=interpret(chain, tree))
+    return min(limit_bytes, interpret(chain, tree).peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +172,7 @@ class _RegionRun:
     last: int
     next: int
     m: int
-    nodes: list[KeepNode | RegionNode]
+    nodes: list[Node]
 
 
 def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> float:
@@ -261,7 +185,7 @@ def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) ->
         limit_bytes: At least 0.
         slot_bytes: As for `Persistent`.
     """
-    useful_bytes = min(limit_bytes, _all_kept(chain).outcome.peak_bytes)
+    useful_bytes = _useful_bytes(chain, limit_bytes)
     slot = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
     slots = -(-useful_bytes // slot)
     tables = Tables(rounded_down(chain, slot), slot_bytes=slot, slots=slots)

@@ -124,6 +124,32 @@ def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda sta
     )
 
 
+_Needed: TypeAlias = tuple[tuple[Kind, int], ...]
+_RUN: _Needed = (("forward", 0),)
+_GRADIENT: _Needed = (("backward", 1), ("input", 1))
+# By kind of action, for each requirement the kinds of which one must have run, each with how many stages further on.
+# Recomputes are needed where an order has them, gradients everywhere except in the last stage.
+_NEEDS: dict[Kind, tuple[_Needed, ...]] = {
+    "forward": ((("forward", -1),),),
+    "recompute": (_RUN, _GRADIENT),
+    "backward": ((("recompute", 0),), _GRADIENT, _RUN),
+    "input": ((("recompute", 0),), _GRADIENT, _RUN),
+    "weight": ((("input", 0),), _RUN),
+}
+
+
+def needs(action: Action) -> Iterator[tuple[Action, ...]]:
+    """Yield for each requirement of an action the actions of which one must have run; an order may have none of them.
+
+    >>> [" or ".join(map(str, options)) for options in needs(Action(kind="backward", stage=1, microbatch=0))]
+    ['R1.0', 'B2.0 or I2.0', 'F1.0']
+    """
+    for kinds in _NEEDS.get(action.kind, ()):
+        options = (Action(kind=one, stage=action.stage + by, microbatch=action.microbatch) for one, by in kinds)
+        if found := tuple(one for one in options if one.stage >= 0):
+            yield found
+
+
 def check_order(order: Order) -> None:
     """Raise if the order is invalid for a pipeline, no matter how long its actions take.
 
@@ -166,34 +192,21 @@ def check_order(order: Order) -> None:
 def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int) -> Iterator[str]:
     """Yield the requirements of an action that the order lacks, or that come after it."""
 
-    def at(kind: Kind, stage: int = action.stage) -> Action:
-        return Action(kind=kind, stage=stage, microbatch=action.microbatch)
+    def at(kind: Kind) -> Action:
+        return Action(kind=kind, stage=action.stage, microbatch=action.microbatch)
 
-    def before(needed: Action) -> Iterator[str]:
-        if needed not in places:
-            yield f"{action} needs {needed}, which no worker runs"
-        elif places[needed] > places[action]:  # of one stage, so of one worker
-            yield f"{action} needs {needed}, which worker {places[needed][0]} runs after it"
-
-    match action.kind:
-        case "forward":
-            if action.stage > 0 and at("forward", action.stage - 1) not in places:
-                yield f"{action} needs {at('forward', action.stage - 1)}, which no worker runs"
-            return
-        case "recompute":
-            if at("backward") not in places and at("input") not in places:
-                yield f"{action} is of no use, no worker runs {at('backward')} or {at('input')}"
-        case "backward" | "input":
-            if action.kind == "backward" and at("input") in places:
-                yield f"{action} is the whole backward, but {at('input')} is in the order as well"
-            if at("recompute") in places:
-                yield from before(at("recompute"))
-            if action.stage < stages - 1:
-                nearer = [at("backward", action.stage + 1), at("input", action.stage + 1)]
-                if not any(one in places for one in nearer):
-                    yield f"{action} needs {nearer[0]} or {nearer[1]}, and no worker runs either"
-        case "weight":
-            yield from before(at("input"))
-        case "copy" | "wait":  # refused before
-            return
-    yield from before(at("forward"))
+    if action.kind == "recompute" and at("backward") not in places and at("input") not in places:
+        yield f"{action} is of no use, no worker runs {at('backward')} or {at('input')}"
+    if action.kind == "backward" and at("input") in places:
+        yield f"{action} is the whole backward, but {at('input')} is in the order as well"
+    for options in needs(action):
+        first, *others = options
+        is_gradient = first.stage > action.stage
+        if places.keys().isdisjoint(options):
+            # Its backward lacks the gradient of a recompute as well, and the last stage has the loss.
+            if first.kind == "recompute" or (is_gradient and (action.kind == "recompute" or first.stage == stages)):
+                continue
+            either = f" or {others[0]}, and no worker runs either" if others else ", which no worker runs"
+            yield f"{action} needs {first}{either}"
+        elif first.stage == action.stage and places[first] > places[action]:  # of one stage, so of one worker
+            yield f"{action} needs {first}, which worker {places[first][0]} runs after it"

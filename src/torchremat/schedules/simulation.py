@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.pipelines import LETTERS, Action, Kind, Order, check_order
+from torchremat.schedules.pipelines import LETTERS, Action, Kind, Order, check_order, needs
 
 Costs: TypeAlias = Mapping[tuple[int, Kind], float]
 """Seconds by stage and kind; those of a copy are of what comes to this stage from another worker, 0 if not given."""
@@ -67,6 +67,14 @@ class _Clock:
         self.lookahead = lookahead
         self.worker_of = {action.stage: worker for worker, actions in enumerate(order) for action in actions}
         self.known = {action for actions in order for action in actions}
+        # By action, one of another stage that needs its result.
+        self.receivers = {
+            needed: action
+            for action in self.known
+            for options in needs(action)
+            for needed in options
+            if needed.stage != action.stage
+        }
         self.next = [0] * len(order)  # of each worker, the position in its order
         self.free_s = [0.0] * len(order)
         self.ended_s: dict[Action, float] = {}
@@ -90,30 +98,9 @@ class _Clock:
             raise ScheduleError(self.stuck(waiting))
 
     def needs(self, action: Action) -> Iterator[Action]:
-        match action.kind:
-            case "forward":
-                if action.stage > 0:
-                    yield _of("forward", action.stage - 1, action.microbatch)
-            case "recompute":
-                yield _of("forward", action.stage, action.microbatch)
-                if not self.lookahead:
-                    yield from self.gradient(action)
-            case "backward" | "input":
-                yield _of("forward", action.stage, action.microbatch)
-                recompute = _of("recompute", action.stage, action.microbatch)
-                if recompute in self.known:
-                    yield recompute
-                yield from self.gradient(action)
-            case "weight":
-                yield _of("input", action.stage, action.microbatch)
-            case "copy" | "wait":  # `check_order` refuses them
-                return
-
-    def gradient(self, action: Action) -> Iterator[Action]:
-        """Yield the action whose end sends the gradient; the last stage has the loss, and waits for none."""
-        kinds: tuple[Kind, Kind] = ("backward", "input")
-        sources = (_of(kind, action.stage + 1, action.microbatch) for kind in kinds)
-        yield from (source for source in sources if source in self.known)
+        for options in needs(action):
+            if not (self.lookahead and action.kind == "recompute" and options[0].stage > action.stage):
+                yield from self.known.intersection(options)
 
     def begin(self, worker: int, action: Action) -> Iterator[Span]:
         # A neighbour's result counts from its arrival, this stage's own from its end.
@@ -124,12 +111,12 @@ class _Clock:
         end_s = start_s + self.costs[action.stage, action.kind]
         self.free_s[worker] = self.ended_s[action] = self.arrived_s[action] = end_s
         yield Span(worker=worker, action=action, start_s=start_s, end_s=end_s)
-        receiver = next((one for one in _receivers(action) if one in self.known), None)
+        receiver = self.receivers.get(action)
         if receiver is None or (there := self.worker_of[receiver.stage]) == worker:
             return
         copy_s = self.costs.get((receiver.stage, "copy"), 0.0)
         if copy_s > 0:
-            copy = _of("copy", receiver.stage, receiver.microbatch)
+            copy = replace(receiver, kind="copy")
             self.arrived_s[action] = end_s + copy_s
             yield Span(worker=there, action=copy, start_s=end_s, end_s=end_s + copy_s)
 
@@ -142,19 +129,6 @@ class _Clock:
             held = f"{self.order[worker][place]}, its action {place}"
             lines.append(f"  worker {worker}: {held}, waits for {needed}, action {there} of worker {other}")
         return "\n".join(lines)
-
-
-def _receivers(action: Action) -> Iterator[Action]:
-    """Yield the actions of other stages that may need the result of this one."""
-    if action.kind == "forward":
-        yield _of("forward", action.stage + 1, action.microbatch)
-    elif action.kind in ("backward", "input"):
-        yield _of("backward", action.stage - 1, action.microbatch)
-        yield _of("input", action.stage - 1, action.microbatch)
-
-
-def _of(kind: Kind, stage: int, microbatch: int) -> Action:
-    return Action(kind=kind, stage=stage, microbatch=microbatch)
 
 
 def _check_costs(order: Order, costs: Costs) -> None:

@@ -6,7 +6,7 @@ They use the first option of every stage.
 from __future__ import annotations
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import Chain, KeepNode, Node, RegionNode, Tree
 
 
 def keep_all(chain: Chain) -> Tree:
@@ -39,7 +39,7 @@ def segments(chain: Chain, count: int, *, keep_last: bool = False) -> Tree:
     if not 1 <= count <= stages:
         raise ScheduleError(f"count={count}, but there are {stages} stages; give 1 to that")
     short, longer = divmod(stages, count)
-    nodes: list[KeepNode | RegionNode] = []
+    nodes: list[Node] = []
     first = 0
     for number in range(count):
         length = short + 1 if number < longer else short

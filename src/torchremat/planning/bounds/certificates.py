@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from torchremat.planning.bounds.plain_step import PlainStep, Unseen
 from torchremat.planning.bounds.relaxation import Relaxation, regions_of, underestimate
@@ -114,77 +116,8 @@ def _percent(share: float) -> str:
     return f"{math.ceil(1000 * share - 1e-6) / 10:.1f}%"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Claim:
-    """The data of a certificate, without the model; computing the certificate takes about a second.
-
-    Attributes:
-        unit: The unit of the costs.
-        cost: Cost of the plan's recomputes.
-        step_cost: Cost of a plain step.
-        limit_bytes: The budget minus the bytes live before a step.
-        step: The plain step.
-        regions: The overhead of regions; None if it does not count.
-        nested: The calls that the plan chooses among; None if they make no chain.
-        stores: Whether tensors wait in stores.
-        stepping: How the optimizer steps, in the plan and in all schedules that the bounds are of.
-    """
-
-    unit: Cost
-    cost: float
-    step_cost: float
-    limit_bytes: int
-    step: PlainStep | Unseen
-    nested: Relaxation | None
-    regions: Regions | None = None
-    stores: bool = False
-    stepping: Stepping = PLAIN_STEPPING
-
-    def certificate(self) -> Certificate:
-        """Compute the bounds."""
-        missing: list[str] = []
-        start_s = time.perf_counter()
-        everything, persistent = None, None
-        if not self.cost:
-            everything = persistent = 0.0
-        elif self.stores:
-            missing.append(_STORED)
-        else:
-            if isinstance(self.step, Unseen):
-                missing.append(self.step.reason)
-            else:
-                everything = lower_bound(self.step.flow, self.step.pulls, self.limit_bytes, regions=self.regions).cost
-                if math.isinf(everything):
-                    everything = None
-                    missing.append(_NO_BOUND)
-            if self.nested is None:
-                missing.append(_NO_CHAIN)
-            else:
-                persistent = least_cost(self.nested.chain, self.limit_bytes + self.nested.slack_bytes)
-                if math.isinf(persistent):
-                    persistent = None
-                    missing.append(_NO_TREE)
-        return Certificate(
-            unit=self.unit,
-            cost=self.cost,
-            step_cost=self.step_cost,
-            # Recomputes that stop early were measured separately from operators, so a bound may exceed the plan.
-            bound_all=None if everything is None else min(everything, self.cost),
-            bound_persistent=None if persistent is None else min(persistent, self.cost),
-            seconds=time.perf_counter() - start_s,
-            assumptions=tuple(self._assumptions(everything, persistent)),
-            missing=tuple(missing),
-        )
-
-    def _assumptions(self, everything: float | None, persistent: float | None) -> Iterator[str]:
-        if everything is not None:
-            yield from _ALL
-            if self.regions is not None:
-                yield _EXECUTED
-        if persistent is not None:
-            yield _PERSISTENT
-        if self.stepping != PLAIN_STEPPING:
-            yield _STEPPING.format(self.stepping)
+# What a certificate is computed from, without the model.
+Claim: TypeAlias = Callable[[], Certificate]
 
 
 def claim_of(
@@ -198,7 +131,18 @@ def claim_of(
     stores: bool = False,
     stepping: Stepping = PLAIN_STEPPING,
 ) -> Claim:
-    """Return the data for the certificate of a tree."""
+    """Return the function that computes the certificate of a tree, which takes about a second; it can be pickled.
+
+    Args:
+        profile: The profile of the step.
+        tree: The tree.
+        prediction: Its prediction.
+        unit: The unit of the costs.
+        step: The plain step.
+        limit_bytes: The budget minus the bytes live before a step.
+        stores: Whether tensors wait in stores.
+        stepping: How the optimizer steps, in the plan and in all schedules that the bounds are of.
+    """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
     nested = underestimate(profile, unit)
@@ -207,7 +151,8 @@ def claim_of(
         found = interpret(nested.chain, tree)
         if found.peak_bytes > prediction.peak_bytes + nested.slack_bytes or found.cost > cost * (1 + 1e-6):
             nested = None
-    return Claim(
+    return partial(
+        _certificate,
         unit=unit,
         cost=cost,
         step_cost=profile.seconds if unit == "seconds" else float(flops),
@@ -217,4 +162,56 @@ def claim_of(
         regions=regions_of(profile, step.flow) if unit == "seconds" and isinstance(step, PlainStep) else None,
         stores=stores,
         stepping=stepping,
+    )
+
+
+def _certificate(
+    *,
+    unit: Cost,
+    cost: float,
+    step_cost: float,
+    limit_bytes: int,
+    step: PlainStep | Unseen,
+    nested: Relaxation | None,
+    regions: Regions | None,
+    stores: bool,
+    stepping: Stepping,
+) -> Certificate:
+    """Compute the bounds; `nested` is None if the calls make no chain, `regions` if their overhead does not count."""
+    missing, assumptions = list[str](), list[str]()
+    start_s = time.perf_counter()
+    everything, persistent = None, None
+    if not cost:
+        everything = persistent = 0.0
+    elif stores:
+        missing.append(_STORED)
+    else:
+        if isinstance(step, Unseen):
+            missing.append(step.reason)
+        elif math.isinf(found := lower_bound(step.flow, step.pulls, limit_bytes, regions=regions)):
+            missing.append(_NO_BOUND)
+        else:
+            everything = found
+        if nested is None:
+            missing.append(_NO_CHAIN)
+        elif math.isinf(found := least_cost(nested.chain, limit_bytes + nested.slack_bytes)):
+            missing.append(_NO_TREE)
+        else:
+            persistent = found
+    if everything is not None:
+        assumptions += _ALL if regions is None else (*_ALL, _EXECUTED)
+    if persistent is not None:
+        assumptions.append(_PERSISTENT)
+    if stepping != PLAIN_STEPPING:
+        assumptions.append(_STEPPING.format(stepping))
+    return Certificate(
+        unit=unit,
+        cost=cost,
+        step_cost=step_cost,
+        # Recomputes that stop early were measured separately from operators, so a bound may exceed the plan.
+        bound_all=None if everything is None else min(everything, cost),
+        bound_persistent=None if persistent is None else min(persistent, cost),
+        seconds=time.perf_counter() - start_s,
+        assumptions=tuple(assumptions),
+        missing=tuple(missing),
     )

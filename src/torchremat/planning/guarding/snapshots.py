@@ -54,23 +54,11 @@ def optimizers_of(given: torch.optim.Optimizer | None, *callables: object) -> li
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
-class OptimizerState:
-    """The state of optimizers as it is now: its tensors and their versions."""
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self._before = self._read()
-
-    def is_written(self) -> bool:
-        """Return whether a tensor of it was written or added."""
-        return self._read() != self._before
-
-    def _read(self) -> list[tuple[int, int]]:
-        states = (
-            state for one in self._optimizers for state in cast("dict[object, dict[str, object]]", one.state).values()
-        )
-        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
-        return [(id(tensor), version_of(tensor)) for tensor in tensors]
+def _state_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[int, int]]:
+    """Return the tensors of the state of optimizers, and their versions."""
+    states = (state for one in optimizers for state in cast("dict[object, dict[str, object]]", one.state).values())
+    tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
+    return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
 
 # State that one attempt changes and the next must not see:
@@ -111,7 +99,7 @@ class StepState:
         watched: Mapping[int, ReferenceType[Tensor]],
     ) -> None:
         self.gradients = Gradients(leaves)
-        self.optimizers = OptimizerState(optimizers)
+        self._optimizers, self._optimizer_state = optimizers, _state_of(optimizers)
         with hiding():
             self.buffers = Buffers(modules, watched)
         self._random = RandomNumbers()
@@ -142,6 +130,10 @@ class StepState:
         """Watch one attempt."""
         with self.gradients.watched():
             yield
+
+    def has_stepped(self) -> bool:
+        """Return whether a tensor of an optimizer's state was written or added."""
+        return _state_of(self._optimizers) != self._optimizer_state
 
     def written(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that an attempt has written and that cannot be restored, each with a description."""

@@ -45,7 +45,7 @@ from torchremat.planning.guarding.attempts import (
 from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.settings import GuardSettings
 from torchremat.planning.guarding.snapshots import StepState, check_no_iterators, optimizers_of
-from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening
+from torchremat.planning.guarding.tightening import Applied, BoundStep, Tightening
 from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
@@ -165,7 +165,7 @@ class GuardedStep(Generic[P, R]):
             if worst is AttemptOutcome.DONE:
                 self._watched = before.buffers.left_alone(_LARGE_BYTES)
                 return cast("R", ended.result)
-            attempt, error, room = ended.attempt, ended.error, ended.room
+            attempt, error, room_bytes = ended.attempt, ended.error, ended.room_bytes
             del ended  # a result of this process alone, and its graph
             if attempt is None:
                 attempt = self._failed_elsewhere(len(failed) + 1)
@@ -187,7 +187,7 @@ class GuardedStep(Generic[P, R]):
             with lent(leaves):
                 free_unused()
                 if self._to_plan_for is None:
-                    then = tightening.tighten(attempts_left=most - len(failed), room=room)
+                    then = tightening.tighten(attempts_left=most - len(failed), room_bytes=room_bytes)
                 else:
                     then = "planned from the beginning"
             before.put_back()  # planning has run the step
@@ -214,10 +214,10 @@ class GuardedStep(Generic[P, R]):
             attempt = attempt_of(error, number=number, doing=self._doing, model=self._model, plan=self._applied.plan)
             result = None
             let_go(error)
-            room = None
+            room_bytes = None
             if attempt.held_bytes is not None and before_bytes is not None:
-                room = Room(held_bytes=attempt.held_bytes, before_bytes=before_bytes)
-            return _Ended(outcome=AttemptOutcome.FAILED, attempt=attempt, error=error, room=room)
+                room_bytes = attempt.held_bytes - before_bytes
+            return _Ended(outcome=AttemptOutcome.FAILED, attempt=attempt, error=error, room_bytes=room_bytes)
 
     def _failed_elsewhere(self, number: int) -> Attempt:
         return Attempt(
@@ -242,7 +242,7 @@ class GuardedStep(Generic[P, R]):
     def _why_not(self, before: StepState, *, is_last: bool) -> str:
         """Return why the step is not run again, "" if it is."""
         written = before.written()
-        if before.optimizers.is_written():
+        if before.has_stepped():
             return (
                 "it cannot be run again, since it had written to the state of an optimizer (call `optimizer.step()` "
                 "after the guarded step, not in it)"
@@ -265,7 +265,7 @@ class GuardedStep(Generic[P, R]):
         begun = before.gradients.begun()
         if begun:
             state = f"The gradients of {self._names(begun)} hold a part of it: zero them before going on. "
-        elif before.written() or before.optimizers.is_written():
+        elif before.written() or before.has_stepped():
             state = ""
         else:
             state = "All is as before it, gradients included: the batch can be left out, or be cut in two. "
@@ -285,7 +285,7 @@ class _Ended:
     result: object = None
     attempt: Attempt | None = None
     error: Exception | None = None
-    room: Room | None = None
+    room_bytes: int | None = None
 
 
 @contextmanager

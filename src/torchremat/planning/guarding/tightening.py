@@ -46,19 +46,6 @@ class BoundStep:
         return self.step(model, *self.args, **self.kwargs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Bytes of the device that were available to a failed attempt.
-
-    Attributes:
-        held_bytes: Bytes allocated by torch at failure.
-        before_bytes: Bytes allocated before the attempt, plus gradients that the step had yet to make.
-    """
-
-    held_bytes: int
-    before_bytes: int
-
-
 class Applied:
     """The plan that is on the model, in place of any regions of the user."""
 
@@ -99,17 +86,18 @@ class Tightening:
         self._failed_bytes: int | None = None
         self._why_not = ""
 
-    def tighten(self, *, attempts_left: int, room: Room | None) -> str:
+    def tighten(self, *, attempts_left: int, room_bytes: int | None) -> str:
         """Put a smaller plan on the model, and return a description of it.
 
         Args:
             attempts_left: With 1, the smallest plan that exists.
-            room: The bytes available to the failed attempt, where known.
+            room_bytes: Bytes that torch had allocated for the failed attempt, beyond those from before it and gradients
+                that the step had yet to make; None if unknown.
         """
         if self._why_not:
             return self._why_not
         try:
-            return self._tightened(attempts_left, room)
+            return self._tightened(attempts_left, room_bytes)
         except Exception as error:  # noqa: BLE001  it runs the user's step; the next attempt may do without a plan
             let_go(error)
             if is_out_of_memory(error):
@@ -117,13 +105,13 @@ class Tightening:
             self._why_not = f"the same again, since no plan can be made: {_first_line(error)}"
             return self._why_not
 
-    def _tightened(self, attempts_left: int, room: Room | None) -> str:
+    def _tightened(self, attempts_left: int, room_bytes: int | None) -> str:
         if self._planner is None:
             with bare(self._model):
                 self._planner = Planner(self._model, self._bound, **self._options.keywords)
         planner, floor = self._planner, self._planner.floor_bytes
         failed = self._failed_bytes or self._peak_of_failed(planner)
-        known = None if room is None else planner.fixed_bytes + room.held_bytes - room.before_bytes
+        known = None if room_bytes is None else planner.fixed_bytes + room_bytes
         if attempts_left == 1:
             target = floor
         elif known is not None and known < failed:

@@ -71,19 +71,8 @@ def profiled_together(
 
 def figures_of(profile: Profile) -> Figures:
     """Return the figures of a profile to send to other processes."""
-    return Figures(
-        order=profile.order,
-        storage_bytes=tuple(profile.units.trace.storage_bytes.values()),
-        sizes=profile.sizes,
-        costs=profile.costs,
-        extra_bytes=profile.extra_bytes,
-        after_bytes=profile.after_bytes,
-        start_bytes=profile.start_bytes,
-        seconds=profile.seconds,
-        forward_seconds=profile.forward_seconds,
-        before=profile.before,
-        optimizer=profile.optimizer,
-    )
+    own = {one.name: getattr(profile, one.name) for one in fields(Figures) if one.name != "storage_bytes"}
+    return Figures(storage_bytes=tuple(profile.units.trace.storage_bytes.values()), **own)
 
 
 def beside(pair: ProfilePair, waiting_bytes: int) -> ProfilePair:

@@ -7,13 +7,13 @@ tree that a solver returns, never the chain.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.loops import FoundLoop
 from torchremat.planning.simulator.points import OptionBytes, ProgramPoint
-from torchremat.planning.simulator.prediction import extra_at
+from torchremat.planning.simulator.prediction import Prediction, extra_at
 from torchremat.schedules.chain import Chain, Option, Stage
 
 Cost = Literal["seconds", "flops"]
@@ -30,11 +30,20 @@ def check_cost(cost: object) -> None:
         raise UnsupportedError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
 
 
-def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, flops: float) -> float:
+class RunCost(NamedTuple):
+    """What runs again: its seconds here, those on a generic device, and its flops."""
+
+    seconds: float
+    nominal_s: float
+    flops: float
+
+
+def amount(profile: Profile, cost: Cost, work: RunCost | OptionBytes | Prediction) -> float:
     """Return the quantity to minimise: seconds, or flops with a small weight of the nominal seconds."""
     if cost == "seconds":
-        return seconds
-    return flops + nominal_s * _SECONDS_SHARE * profile.units.trace.flops / max(profile.nominal_forward_s, 1e-9)
+        return work.seconds
+    share = _SECONDS_SHARE * profile.units.trace.flops / max(profile.nominal_forward_s, 1e-9)
+    return work.flops + work.nominal_s * share
 
 
 def chain_of(profile: Profile, cost: Cost, loops: Sequence[FoundLoop] = ()) -> Chain:
@@ -150,10 +159,8 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         ),
     )
     return Stage(
-        forward=amount(profile, cost, seconds=costs.seconds, nominal_s=nominal_s, flops=costs.flops),
-        truncated=amount(
-            profile, cost, seconds=costs.seconds_truncated, nominal_s=nominal_truncated_s, flops=costs.flops_truncated
-        ),
+        forward=amount(profile, cost, RunCost(costs.seconds, nominal_s, costs.flops)),
+        truncated=amount(profile, cost, RunCost(costs.seconds_truncated, nominal_truncated_s, costs.flops_truncated)),
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
@@ -173,7 +180,7 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
         saved_bytes=saved_bytes,
         saves_input=True,
         saves_external=True,
-        cost=amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops),
+        cost=amount(profile, cost, one),
         forward_peak_bytes=size.dropping_bytes(1, one),
         truncated_peak_bytes=0 if one.nests else max(0, one.recompute_peak_bytes),
         backward_peak_bytes=max(

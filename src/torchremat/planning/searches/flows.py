@@ -22,23 +22,20 @@ from statistics import median
 from torchremat.measuring.step_record import Run, SavedValue
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import has_shards
-from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 
 
-def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
-    """Return the operators of a forward as a dataflow.
+def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
+    """Return the operators of a forward as a dataflow, with flops as costs; those of compiled code are infinite.
 
     Values are numbered as in `profile.units.trace.operators`, if the dataflow is that of the whole forward.
 
     Args:
         profile: Profile of the step.
-        cost: The unit of the costs. Code that dynamo has compiled has infinite costs.
         unit: The unit whose operators to return; None for the whole forward, including code between the units.
     """
     log = profile.units.trace.operators
     operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
-    costs = costs_of(profile, cost, unit)
     runs = [log.runs[index] for index in operators]
     numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
     place = {value: index for index, value in enumerate(numbers)}
@@ -49,10 +46,10 @@ def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
                 name=run.name,
                 inputs=tuple(place[value] for value in run.reads),
                 outputs=tuple(place[value] for value in run.makes),
-                cost=one,
+                cost=math.inf if run.is_compiled else float(run.flops),
                 replaceable=run.op_info.is_kept and bool(run.makes),
             )
-            for run, one in zip(runs, costs, strict=True)
+            for run in runs
         ),
         values=tuple(_values(profile, unit, numbers, made, operators)),
     )
@@ -118,17 +115,6 @@ def _values(
             holdable = (value.is_leaf and leaves_stay) or value.storage in inputs
             size = 0 if value.is_foreign else value.size_bytes
         yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
-
-
-def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[float]:
-    """Return the cost of each operator; see `flow_of`."""
-    log = profile.units.trace.operators
-    runs = log.runs if unit is None else [log.runs[i] for i in operators_of(profile, unit)]
-    if cost == "flops":
-        return [math.inf if run.is_compiled else float(run.flops) for run in runs]
-    pooled_s = pooled_seconds(log.runs)
-    seconds = _scaled(pooled_s, profile.forward_seconds) if unit is None else unit_seconds(profile, unit, pooled_s)
-    return [math.inf if run.is_compiled else one for run, one in zip(runs, seconds, strict=True)]
 
 
 def seconds_of(profile: Profile) -> list[float]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchremat.planning.profiles.units import Units
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, Tree, rebuilt
 
 # The fewest steps of a loop.
 _FEWEST = 16
@@ -90,19 +90,7 @@ def expanded(tree: Tree, stages: Sequence[range]) -> Tree:
     """Return a tree over stages as a tree over their units."""
     if len(stages) == stages[-1].stop:
         return tree
-    around: list[tuple[Iterator[KeepNode | RegionNode], list[KeepNode | RegionNode]]] = [(iter(tree), [])]
-    while True:
-        waiting, nodes = around[-1]
-        node = next(waiting, None)
-        if isinstance(node, RegionNode):
-            around.append((iter(node.children), []))
-        elif node is not None:
-            nodes += [KeepNode(unit, node.option) for unit in stages[node.stage]]
-        elif len(around) == 1:
-            return tuple(nodes)
-        else:
-            around.pop()
-            around[-1][1].append(RegionNode(tuple(nodes)))
+    return rebuilt(tree, stage=lambda keep: (KeepNode(unit, keep.option) for unit in stages[keep.stage]))
 
 
 def _kinds(units: Units) -> list[int]:

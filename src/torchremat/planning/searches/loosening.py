@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import live_bytes, over_bytes, walk_of
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree
 
 
-def loosened(node: KeepNode | RegionNode, costs: list[list[float]]) -> Iterator[Tree]:
+def loosened(node: Node, costs: list[list[float]]) -> Iterator[Tree]:
     """Yield replacements for a node that cost less and keep a little more.
 
     A region is dissolved, or loses its first or last child; a kept unit is kept by another of its options.
@@ -51,12 +51,7 @@ class _PeakBound:
 
 
 class PeakBounds:
-    """The highest program points of a step under a tree, from the end of its forward on.
-
-    Args:
-        profile: The profile.
-        tree: The tree.
-    """
+    """The highest program points of a step under a tree, from the end of its forward on."""
 
     def __init__(self, profile: Profile, tree: Tree) -> None:
         self._profile = profile
@@ -91,7 +86,7 @@ class PeakBounds:
             return 0
         return max(height.live_bytes + self._added(height, before, after) for height in ahead)
 
-    def _held(self, nodes: Iterable[KeepNode | RegionNode]) -> tuple[Counter[int], int] | None:
+    def _held(self, nodes: Iterable[Node]) -> tuple[Counter[int], int] | None:
         """Return what nodes hold after their forward: storages, and bytes inside; None if that changes later."""
         nodes = tuple(nodes)
         simulator = walk_of(self._profile, nodes)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torchremat.measuring.step_record import Run
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, RunCost
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
 from torchremat.planning.simulator.points import OptionBytes
@@ -113,7 +113,7 @@ class _SelectionSearch:
         flow = own.flow
         if flow not in self._solved:
             self._search_budget.tell("options")
-            passing = own.amount(own.profile.overheads.replayed_s, NOMINAL.replayed_s, 0.0)
+            passing = own.amount(RunCost(own.profile.overheads.replayed_s, NOMINAL.replayed_s, 0.0))
             known = self._by_form.setdefault(own.form, [])
             alike = next((one for one in known if _is_alike(one, flow)), None)
             if alike is None:

@@ -10,7 +10,6 @@ The chain's scalars err to both sides, so the solver's limit is itself searched 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -75,7 +74,8 @@ class Solver:
         self.over_steps = over_steps
         self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._known: dict[Tree, Candidate] = {}
-        self._tables: dict[int, JudgedTable] = {}  # by the highest limit of each
+        self._tables: dict[int, Persistent] = {}  # by the highest limit of each
+        self._peaks: dict[Persistent, dict[int, int]] = {}  # by level of a table: the exact peaks of its judged trees
 
     @cached_property
     def loops(self) -> tuple[FoundLoop, ...]:
@@ -97,13 +97,8 @@ class Solver:
     def option_costs(self) -> list[list[float]]:
         """The cost of each unit under each of its options, including that of keeping everything."""
         profile, cost = self.profile, self.cost_unit
-        return [
-            [
-                0.0,
-                *(amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops) for one in own),
-            ]
-            for own in profile.options or [()] * len(profile.sizes)
-        ]
+        known = profile.options or [()] * len(profile.sizes)
+        return [[0.0, *(amount(profile, cost, one) for one in own)] for own in known]
 
     @cached_property
     def plain(self) -> Candidate:
@@ -113,14 +108,14 @@ class Solver:
     @property
     def table(self) -> Persistent:
         """The optimal persistent schedules of the chain, for all limits."""
-        return self.table_within(self._highest_bytes).schedules
+        return self.table_within(self._highest_bytes)
 
     @property
     def _highest_bytes(self) -> int:
         return max(1, int(1.1 * self.plain.prediction.peak_bytes))
 
-    def table_within(self, limit_bytes: int) -> JudgedTable:
-        """Return the optimal persistent schedules for limits up to one, with trees judged so far.
+    def table_within(self, limit_bytes: int) -> Persistent:
+        """Return the optimal persistent schedules for limits up to one.
 
         A long loop fits into a small part of what it needs plainly, in which the slots of a table for all limits are
         too coarse: it has tables for limits of a half each of the one before.
@@ -133,7 +128,7 @@ class Solver:
             most_s = _TABLE_SHARE * self.search_budget.left_s
             found = Persistent(self.chain, most_bytes, most_seconds=most_s)
             self.search_budget.ran_out = self.search_budget.ran_out or not found.is_whole
-            self._tables[most_bytes] = JudgedTable(found)
+            self._tables[most_bytes] = found
         return self._tables[most_bytes]
 
     @property
@@ -158,13 +153,7 @@ class Solver:
         tree = fitted(self.profile.units, bounded(tree))  # See NOTE [ How deep regions may nest ]
         if tree not in self._known:
             prediction = predict(self.profile, tree)
-            cost = amount(
-                self.profile,
-                self.cost_unit,
-                seconds=prediction.seconds,
-                nominal_s=prediction.nominal_s,
-                flops=prediction.flops,
-            )
+            cost = amount(self.profile, self.cost_unit, prediction)
             self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
         return self._known[tree]
 
@@ -190,8 +179,8 @@ class Solver:
 
         Results for earlier limits are reused.
         """
-        own = self.table_within(limit_bytes)
-        table, levels, peaks = own.schedules, own.schedules.levels, own.peaks
+        table = self.table_within(limit_bytes)
+        levels, peaks = table.levels, self._peaks.setdefault(table, {})
         fits = max((one for one, peak in peaks.items() if peak <= limit_bytes), default=-1)
         above = min((one for one, peak in peaks.items() if peak > limit_bytes and one > fits), default=len(levels))
         if fits >= 0:
@@ -261,24 +250,11 @@ class Solver:
     def _lowest_table(self) -> Persistent:
         """The table of the lowest limits for which it has trees."""
         limit = self._step_bytes
-        found = self.table_within(limit).schedules
+        found = self.table_within(limit)
         while found.lowest_slots > found.most_slots and limit < self._highest_bytes:
             limit *= _FINER
-            found = self.table_within(limit).schedules
+            found = self.table_within(limit)
         return found
-
-
-@dataclass
-class JudgedTable:
-    """The tables of the persistent solver up to one limit, and the exact peaks of their trees judged so far.
-
-    Attributes:
-        schedules: The tables.
-        peaks: By level of the tables.
-    """
-
-    schedules: Persistent
-    peaks: dict[int, int] = field(default_factory=dict[int, int])
 
 
 def _is_simple(name: str) -> bool:

@@ -18,7 +18,7 @@ from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
-from torchremat.planning.searches.chains import Cost, amount
+from torchremat.planning.searches.chains import Cost, RunCost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.replays import SelectionReplay, in_parts
 from torchremat.planning.simulator.points import OptionBytes
@@ -59,9 +59,9 @@ class UnitOperators:
         self._pooled_s = pooled_s
         self._log = profile.units.trace.operators
 
-    def amount(self, seconds: float, nominal_s: float, flops: float) -> float:
+    def amount(self, work: RunCost | OptionBytes) -> float:
         """Return the quantity to minimise."""
-        return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
+        return amount(self.profile, self.cost, work)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -71,9 +71,9 @@ class UnitOperators:
     @cached_property
     def flow(self) -> Dataflow:
         """The operators, with the minimised quantity as costs, and casts that cannot be held."""
-        runs, flow = self.runs, flow_of(self.profile, "flops", self.unit)
+        runs, flow = self.runs, flow_of(self.profile, self.unit)
         operators = tuple(
-            replace(operator, cost=self.amount(measured_s, nominal_seconds(self._log, run), operator.cost))
+            replace(operator, cost=self.amount(RunCost(measured_s, nominal_seconds(self._log, run), operator.cost)))
             for operator, run, measured_s in zip(flow.operators, runs, self.seconds, strict=True)
         )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
@@ -146,8 +146,7 @@ class UnitOperators:
         """Return whether an option costs less than a plain region, and holds less than the unit kept as a whole."""
         costs = self.profile.costs[self.unit]
         whole_s = self.profile.nominal_s[self.unit][1] + NOMINAL.region_s
-        whole = self.amount(costs.seconds_truncated, whole_s, costs.flops_truncated)
-        is_cheaper = self.amount(option.seconds, option.nominal_s, option.flops) < whole
+        is_cheaper = self.amount(option) < self.amount(RunCost(costs.seconds_truncated, whole_s, costs.flops_truncated))
         return is_cheaper and option.kept_bytes < self.profile.sizes[self.unit].inside_bytes
 
     def _seen(self, asked: int) -> int:

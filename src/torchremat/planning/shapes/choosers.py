@@ -43,6 +43,15 @@ class FoundTree:
     tree: Tree
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChosenTree:
+    """A tree for a shape, the calls whose units it splits, and whether it fits the limit."""
+
+    candidate: Candidate
+    split: frozenset[int] = frozenset()
+    fits: bool = True
+
+
 class Chooser:
     """Chooses trees for the shapes of a family.
 
@@ -59,8 +68,8 @@ class Chooser:
         self._rungs: dict[int, FoundTree | None] = {}
         self._promising: set[Solver] = set()
 
-    def choose(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
-        """Return the cheapest tree found whose peak at a shape is at most the limit, and the calls that it splits.
+    def choose(self, cover: Cover, limit_bytes: int) -> ChosenTree:
+        """Return the cheapest tree found whose peak at a shape is at most the limit, or else the lowest one.
 
         Args:
             cover: The shape.
@@ -77,29 +86,27 @@ class Chooser:
             peak = one.prediction.peak_bytes
             return peak + self.family.spare_bytes(cover, peak) <= limit_bytes
 
-        whole = frozenset[int]()
         plain = Solver(self.family.profile(cover), self.options.cost).plain
         if fits(plain):
-            return plain, whole
+            return ChosenTree(candidate=plain)
         if not self.takes_apart:
-            return self._solved(cover, limit_bytes)
-        best: tuple[Candidate, frozenset[int]] | None = None
-        for rung in self._down_from(plain, limit_bytes):
-            found = self.rung(rung)
+            # The search runs at the shape itself. To be asked has given the profile options.
+            solver = Solver(self.family.profile(cover), self.options.cost)
+            limit_bytes -= self.family.spare_bytes(cover, limit_bytes)
+            candidate = solver.solve(limit_bytes) or solver.floor
+            return ChosenTree(candidate=candidate, fits=candidate.prediction.peak_bytes <= limit_bytes)
+        for number in self._down_from(plain, limit_bytes):
+            found = self.rung(number)
             if found is None:
                 break
             candidate = judged(found)
             if fits(candidate):
-                best = candidate, found.split
-                break
-        if best is None:
-            found = self.floor
-            candidate = judged(found)
-            return (candidate, found.split) if fits(candidate) else None
-        candidate, split = best
-        spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
-        polished = solvers[split].polished(candidate, limit_bytes - spare, most_judged=_JUDGED)
-        return (polished if fits(polished) else candidate), split
+                spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
+                polished = solvers[found.split].polished(candidate, limit_bytes - spare, most_judged=_JUDGED)
+                return ChosenTree(candidate=polished if fits(polished) else candidate, split=found.split)
+        found = self.floor
+        candidate = judged(found)
+        return ChosenTree(candidate=candidate, split=found.split, fits=fits(candidate))
 
     @property
     def takes_apart(self) -> bool:
@@ -107,20 +114,6 @@ class Chooser:
         pair = self.search.pair
         own = zip(pair.blocks.units.units, pair.blocks.options, strict=False)
         return not divisible(pair) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}
-
-    def _solved(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
-        """Return the best tree at the shape itself."""
-        solver = Solver(self.family.profile(cover), self.options.cost)
-        limit_bytes -= self.family.spare_bytes(cover, limit_bytes)
-        found = solver.solve(limit_bytes) or solver.floor
-        return (found, frozenset[int]()) if found.prediction.peak_bytes <= limit_bytes else None
-
-    def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
-        """Return the tree with the lowest peak at a shape."""
-        if not self.takes_apart:
-            return Solver(self.family.profile(cover), self.options.cost).floor, frozenset[int]()
-        found = self.floor
-        return Solver(self.family.profile(cover, found.split), self.options.cost).judged(found.tree), found.split
 
     @property
     def search(self) -> Search:

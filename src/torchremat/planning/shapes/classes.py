@@ -189,18 +189,17 @@ class Classes:
     def _planned(self, chooser: Chooser, family: Family, cover: Cover) -> ShapeClass:
         fixed_bytes = family.fixed_bytes(cover)
         found = chooser.choose(cover, self.limit_bytes - fixed_bytes)
-        candidate, split = found or chooser.lowest(cover)
-        own = candidate.profile
+        candidate = found.candidate
         return ShapeClass(
             family=family,
             state=family.state,
             cover=cover,
-            split=split,
+            split=found.split,
             tree=candidate.tree,
-            calls=calls_of(own.units),
-            held=held_of(own, candidate.tree),
+            calls=calls_of(candidate.profile.units),
+            held=held_of(candidate.profile, candidate.tree),
             fixed_bytes=fixed_bytes,
             prediction=candidate.prediction,
             slowdown=candidate.slowdown,
-            fits=found is not None and family.optimizer_peak_bytes <= self.limit_bytes,
+            fits=found.fits and family.optimizer_peak_bytes <= self.limit_bytes,
         )

@@ -8,9 +8,9 @@ Missing on purpose: seconds. They are noisy, so no curve fits them; the seconds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
-from typing import cast
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,33 +19,17 @@ from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Units
+from torchremat.planning.simulator.points import OptionBytes, UnitBytes
 
 Figures = NDArray[np.float64]
 
-# All byte counts of `UnitBytes`.
-_SIZES = (
-    "inside_bytes",
-    "drop_peak_bytes",
-    "full_peak_bytes",
-    "truncated_peak_bytes",
-    "exit_bytes",
-    "look_bytes",
-    "state_bytes",
-    "copied_bytes",
-    "settle_bytes",
-    "recast_bytes",
-    "graph_bytes",
-)
-# All byte and flop counts of `OptionBytes`.
-_OPTION_SIZES = (
-    "kept_bytes",
-    "forward_peak_bytes",
-    "early_peak_bytes",
-    "recompute_peak_bytes",
-    "ahead_peak_bytes",
-    "late_peak_bytes",
-    "flops",
-)
+Sized = TypeVar("Sized", UnitBytes, OptionBytes)
+
+# The fields that are figures.
+_SIZED = {
+    kind: [one.name for one in fields(kind) if one.name.endswith("_bytes") or one.name == "flops"]
+    for kind in (UnitBytes, OptionBytes)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,30 +76,14 @@ def _profile_form(profile: Profile) -> tuple[object, ...]:
 
 def figures_of(profile: Profile) -> Figures:
     """Return the figures of a profile."""
-    return np.fromiter(_figures(profile), np.float64)
+    found: list[int] = []
 
+    def noted(figure: int) -> int:
+        found.append(figure)
+        return figure
 
-def _figures(profile: Profile) -> Iterator[int]:
-    trace = profile.units.trace
-    yield trace.flops
-    yield from trace.storage_bytes.values()
-    for call in trace.calls:
-        yield call.flops
-        yield call.flops_saved
-    for size in profile.sizes:
-        for name in _SIZES:
-            yield cast(int, getattr(size, name))
-    for cost in profile.costs:
-        yield cost.flops
-        yield cost.flops_truncated
-    for options in profile.options:
-        for option in options:
-            for name in _OPTION_SIZES:
-                yield cast(int, getattr(option, name))
-    yield from profile.extra_bytes.values()
-    yield from (profile.after_bytes[key] for key in profile.extra_bytes)
-    yield profile.start_bytes
-    yield profile.before.input_bytes
+    _mapped(profile, noted)
+    return np.array(found, np.float64)
 
 
 def with_figures(profile: Profile, figures: Figures) -> Profile:
@@ -124,34 +92,41 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
     Fractional figures are rounded up. Figures that cannot be negative are at least 0.
     """
     numbers = iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
+    return _mapped(profile, lambda _: next(numbers))
 
-    def size() -> int:
-        return max(0, next(numbers))
 
-    old = profile.units.trace
-    flops = size()
+def _mapped(profile: Profile, other: Callable[[int], int]) -> Profile:
+    """Return a profile with another figure in place of each, in an order that the form fixes."""
+
+    def size(figure: int) -> int:
+        return max(0, other(figure))
+
+    def sized(own: Sized) -> Sized:
+        return replace(own, **{name: size(getattr(own, name)) for name in _SIZED[type(own)]})
+
+    units, old = profile.units, profile.units.trace
+    flops = size(old.flops)
     factor = flops / old.flops if old.flops else 1.0
-    storage_bytes = {storage: size() for storage in old.storage_bytes}
-    calls = [replace(call, flops=size(), flops_saved=size()) for call in old.calls]
-    trace = replace(old, flops=flops, storage_bytes=storage_bytes, calls=calls)
-    sizes = tuple(replace(one, **{name: size() for name in _SIZES}) for one in profile.sizes)
-    costs = tuple(replace(cost.slower(factor), flops=size(), flops_truncated=size()) for cost in profile.costs)
-    options = tuple(
-        tuple(replace(one.slower(factor), **{name: size() for name in _OPTION_SIZES}) for one in own)
-        for own in profile.options
+    trace = replace(
+        old,
+        flops=flops,
+        storage_bytes={storage: size(own) for storage, own in old.storage_bytes.items()},
+        calls=[replace(call, flops=size(call.flops), flops_saved=size(call.flops_saved)) for call in old.calls],
     )
-    units = profile.units
     return replace(
         profile,
-        options=options,
         backwards={},
         units=Units(trace=trace, roots=units.roots, units=units.units, others=units.others, opened=units.opened),
-        sizes=sizes,
-        costs=costs,
-        extra_bytes={key: next(numbers) for key in profile.extra_bytes},
-        after_bytes={key: size() for key in profile.extra_bytes},
-        start_bytes=size(),
-        before=replace(profile.before, input_bytes=size()),
+        sizes=tuple(map(sized, profile.sizes)),
+        costs=tuple(
+            replace(cost.slower(factor), flops=size(cost.flops), flops_truncated=size(cost.flops_truncated))
+            for cost in profile.costs
+        ),
+        options=tuple(tuple(sized(one.slower(factor)) for one in own) for own in profile.options),
+        extra_bytes={key: other(own) for key, own in profile.extra_bytes.items()},
+        after_bytes={key: size(profile.after_bytes[key]) for key in profile.extra_bytes},
+        start_bytes=size(profile.start_bytes),
+        before=replace(profile.before, input_bytes=size(profile.before.input_bytes)),
         seconds=profile.seconds * factor,
         forward_seconds=profile.forward_seconds * factor,
     )

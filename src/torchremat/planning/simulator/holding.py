@@ -13,7 +13,7 @@ from itertools import accumulate
 from torchremat.planning.profiles.units import Unit, Units
 from torchremat.planning.simulator.points import UnitBytes
 from torchremat.regions.rules import ended, last_uses
-from torchremat.schedules.chain import KeepNode, RegionNode
+from torchremat.schedules.chain import Node, RegionNode
 
 
 class LiveBytes:
@@ -73,32 +73,32 @@ class Graphs:
         self._end = end
         # For each unit, how many units before it have something that backward needs.
         self._needed = [0, *accumulate(size.has_backward for size in sizes)]
-        self._idle: list[tuple[int, KeepNode | RegionNode]] = []
+        self._idle: list[tuple[int, Node]] = []
 
-    def has_any(self, node: KeepNode | RegionNode) -> bool:
+    def has_any(self, node: Node) -> bool:
         """Whether a node leaves a graph; a node without a graph holds nothing."""
         return self._has_backward(node) or self._last(node) >= 0
 
-    def waits(self, node: KeepNode | RegionNode) -> bool:
+    def waits(self, node: Node) -> bool:
         """Whether a recompute has anything to give to a node: graphs that are freed by then take nothing."""
         return self._has_backward(node) or self._last(node) >= self._end
 
-    def note(self, node: KeepNode | RegionNode) -> None:
+    def note(self, node: Node) -> None:
         """Record a top-level node that has run, if no backward reaches the graph that it leaves."""
         if not self._has_backward(node) and self._last(node) >= 0:
             self._idle.append((self._last(node), node))
 
-    def lost(self, time: int) -> list[KeepNode | RegionNode]:
+    def lost(self, time: int) -> list[Node]:
         """Return the recorded nodes whose graphs are freed by now, and forget them."""
         gone = [node for until, node in self._idle if until < time]
         self._idle = [one for one in self._idle if one[0] >= time]
         return gone
 
-    def _has_backward(self, node: KeepNode | RegionNode) -> bool:
+    def _has_backward(self, node: Node) -> bool:
         """Whether backward needs anything in a node."""
         return self._needed[node.last + 1] > self._needed[node.first]
 
-    def _last(self, node: KeepNode | RegionNode) -> int:
+    def _last(self, node: Node) -> int:
         return max(self._until[node.first : node.last + 1])
 
 

@@ -24,7 +24,7 @@ from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
 from torchremat.regions.rules import ended, last_needed, last_uses
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept
 
 # For each unit the ways of keeping it in part; empty if no unit has any.
 Options: TypeAlias = tuple[tuple[OptionBytes, ...], ...]
@@ -70,7 +70,7 @@ class MemorySimulator:
         self.anew: dict[int, dict[int, int]] = {}
         self.anew_in: dict[int, dict[int, int]] = {}
 
-    def _look_around(self, nodes: Iterable[KeepNode | RegionNode], around: tuple[RegionNode, ...]) -> None:
+    def _look_around(self, nodes: Iterable[Node], around: tuple[RegionNode, ...]) -> None:
         for node in nodes:
             if isinstance(node, KeepNode):
                 self.around[node.stage] = around
@@ -357,9 +357,7 @@ class MemorySimulator:
         self.slots[id(region)] = [storage for storage in slots if storage not in gone]
         self.live.release(storage for storage in slots if storage in gone)
 
-    def last_needed(
-        self, region: RegionNode, children: dict[int, KeepNode | RegionNode], until: int
-    ) -> tuple[int, bool]:
+    def last_needed(self, region: RegionNode, children: dict[int, Node], until: int) -> tuple[int, bool]:
         """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""
         first = region.first
 
@@ -373,7 +371,7 @@ class MemorySimulator:
         return (until, True) if number < 0 else (first + number, isinstance(children[first + number], KeepNode))
 
 
-def _with_options_apart(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
+def _with_options_apart(node: Node) -> Node:
     """Return a node in which each unit that is kept by one of its options is a separate region."""
     if isinstance(node, KeepNode):
         return RegionNode((node,)) if node.option else node
