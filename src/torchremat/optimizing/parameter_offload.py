@@ -34,6 +34,7 @@ from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import data_parallel_around, is_managed
 from torchremat._compat.transforms import is_transformed, without_wrappers
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
@@ -183,7 +184,8 @@ class ParameterOffload:
             begins = self._ahead is None or handle_of(self._ahead) is None
             self._ahead = following if begins else self._ahead
         if handle is not None and begins:
-            handle.prefetch()
+            with hiding():  # a policy of the region that runs
+                handle.prefetch()
 
     def end(self) -> None:
         """Put away what has come back, and wait until all is out."""
