@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import FunctionType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchremat.errors import StepError
 from torchremat.measuring.step import check_materialised, holdings_of, loss_of
@@ -83,6 +85,43 @@ def test_partials_methods_modules_and_objects():
     assert [t is x for t in partial.tensors] == [True]
     assert holdings_of(trainer.model).modules == (trainer.model,)
     assert holdings_of(trainer.model.forward).modules == (trainer.model,)
+
+
+def through(model, x):
+    return F.mse_loss(model(x), GLOBAL)
+
+
+def test_functions_that_the_step_holds_are_searched():
+    # A step that called its loss by a function of the user's had none of what that function held: a teacher kept what
+    # planning, or a failed attempt of `guard`, did to its statistics.
+    teacher, x, y = nn.Linear(2, 2), torch.zeros(3), torch.zeros(4)
+
+    def inner():
+        return teacher(y)
+
+    @torch.no_grad()
+    def target():
+        return inner()
+
+    def step(model):
+        return through(model, x) + target()
+
+    found = holdings_of(step)
+
+    assert found.modules == (teacher,)
+    assert [id(t) for t in found.tensors] == [id(t) for t in (x, GLOBAL, y)]
+
+
+def test_functions_of_libraries_are_not_searched_for_globals():
+    def step():
+        return called()
+
+    names = {"__name__": "numpy.linalg", "GLOBAL": GLOBAL}
+    called = FunctionType((lambda: GLOBAL).__code__, names)
+    users = holdings_of(FunctionType((lambda: GLOBAL).__code__, {**names, "__name__": "train"}))
+
+    assert holdings_of(step).tensors == ()
+    assert users.tensors == holdings_of(called).tensors == (GLOBAL,)
 
 
 def test_a_cell_without_a_value_and_a_cycle_are_no_trouble():

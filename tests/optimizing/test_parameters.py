@@ -24,6 +24,7 @@ from torchremat import (
     offload_parameters,
     release_gradients,
 )
+from torchremat.policies import save_smaller_than
 
 
 def into(store, *more):
@@ -411,6 +412,19 @@ def test_a_compiled_caller_works():
 # ------------------------------------------------------------------------------------------------ regions and plans
 
 
+def test_a_recompute_that_stops_leaves_no_hooks():
+    # A recompute ends in the middle of a GELU, whose hooks torch does not run then. When the next forward came to that
+    # GELU, it ended all calls: the hooks for saved tensors that those around had set stayed for good, and torch.func
+    # refused to work from then on.
+    (model, _), (plain, _) = chain(Host()), chain()
+    torchremat.wrap(model, "*")
+
+    for _ in range(2):
+        assert equal(gradients(model), gradients(plain))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert len(stored(model)) == LAYERS
+
+
 def test_under_a_plan_each_region_brings_its_parameters_in():
     def step(model):
         return model(torch.ones(1024, 256)).square().mean()
@@ -432,6 +446,43 @@ def test_under_a_plan_each_region_brings_its_parameters_in():
     assert ours.recomputed_flops > 0
     assert planned - ours.peak_bytes == 6 * LAYER
     assert equal(grads(model), plain)
+
+
+def test_a_region_in_parts_puts_away_a_parameter_that_has_stepped():
+    # Its second part puts away what the first one left, a weight that has made its step since. To ask who holds that
+    # weight is a view of it, which was taken for a read of the part: "changed in place between forward and recompute".
+    def trained(prepare):
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.0), nn.Linear(256, 64)) for _ in range(3))
+        model = nn.Sequential(*layers)
+        optimizer = optim.AdamW(model.parameters())
+        prepare(model, optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            step(model, number).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def step(model, number=0):
+        return model(torch.full((8, 64), 0.1 * (number + 1))).square().mean()
+
+    def prepare(model, optimizer):
+        plan = torchremat.plan(model, step, budget="min", optimizer=optimizer, cost="flops", release_gradients=True)
+        plan.apply(model)
+        assert "in 2 parts" in str(plan)
+        offload_parameters(model, optimizer, Disk())
+
+    assert equal(trained(prepare), trained(lambda *_: None))
+
+
+def test_a_policy_does_not_see_what_comes_ahead():
+    # The room for a parameter that comes ahead was made in the forward of a block, and was taken for an operator of it:
+    # "operator 0 of the recompute is aten.mm.default, and in the forward it was aten.empty.memory_format".
+    (model, _), (plain, _) = chain(Disk()), chain()
+    torchremat.wrap(model, "*", policy=save_smaller_than(1))
+
+    for _ in range(3):
+        assert equal(gradients(model), gradients(plain))
 
 
 PLANS = {

@@ -82,6 +82,7 @@ def test_state_that_was_planned_and_is_not_there_is_told():
     (said,) = told(model, sgd(model.parameters()))
 
     assert "trained by SGD, which has no state, and the plan has counted 1.51 MiB" in said
+    assert "after `offload_optimizer` if its state waits in a store" in said
 
 
 def test_state_for_which_the_budget_has_room_is_not_told():

@@ -45,7 +45,7 @@ def trained(pipe):
     return [parameter.grad for parameter in pipe.parameters()], [getattr(block, "calls", 0) / CHUNKS for block in pipe]
 
 
-def measured(pipe):
+def measured(pipe, step=step):
     """The peak of a step, all that lies there before it included."""
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -274,6 +274,28 @@ def test_a_region_that_pops_holds_the_skip():
 
     assert plans[0].plan
     assert 0.999 <= measured(pipe) / plans.devices[0].peak_bytes <= 1
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_autocast_within_the_step(stages):
+    # Stages were profiled outside of it: the second one got the first one's bfloat16, "mat1 and mat2 must have the same
+    # dtype", and a single one was planned for float32, for bytes that no step has.
+    def casting(pipe):
+        with torch.autocast("cpu", torch.bfloat16):
+            return pipe(X).float().square().mean()
+
+    def within(pipe):
+        pipe.zero_grad()
+        casting(pipe).backward()
+        return [parameter.grad for parameter in pipe.parameters()]
+
+    plans = plan_stages(made(stages=stages), casting, budget="75%", cost="flops")
+    pipe = made(plans, stages)
+
+    assert sum(one.plan.recomputed_calls for one in plans if one.plan) > 0
+    assert all(map(torch.equal, within(pipe), within(made(stages=stages))))
+    assert measured(pipe, casting) <= plans.devices[0].peak_bytes <= plans.devices[0].budget_bytes
+    assert stages > 1 or measured(pipe, casting) / plans.devices[0].peak_bytes > 0.99
 
 
 @pytest.mark.parametrize("around", ["both", "forward", "backward"])

@@ -111,7 +111,7 @@ class AmbientState:
 
     def are_here(self) -> bool:
         """Return whether this is the caller's current state, so that nothing needs to be restored."""
-        # Under autocast work always remains: see `_restore_autocast`.
+        # Under autocast work always remains: see `restore_autocast`.
         return not self.casts and self.are_the_same()
 
     def are_the_same(self, *, in_forward: bool = False) -> bool:
@@ -148,7 +148,7 @@ class AmbientState:
             now: The caller's current state; read if not given.
         """
         now = now or ambient_state()
-        self._restore_autocast(stack, now)
+        self.restore_autocast(stack, now)
         self._restore_others(stack, now)
 
     def _restore_others(self, stack: ExitStack, now: AmbientState, *, locks: bool = True) -> None:
@@ -174,7 +174,8 @@ class AmbientState:
         _exchange(stack, dispatch_modes, self._modes[1], push_dispatch_mode, pop_dispatch_mode)
         _exchange(stack, function_modes, self._function_modes, push_function_mode, pop_function_mode)
 
-    def _restore_autocast(self, stack: ExitStack, now: AmbientState) -> None:
+    def restore_autocast(self, stack: ExitStack, now: AmbientState) -> None:
+        """Restore autocast alone; arguments as for `restore`."""
         for here, then in zip(now._autocast, self._autocast, strict=True):
             if here != then:
                 stack.callback(_set_autocast, here)

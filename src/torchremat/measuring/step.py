@@ -3,7 +3,8 @@
 A step is a callable that runs the forward and returns the loss; the caller runs `backward`. The objects that a step
 holds (its model, its batch) are searched in plain sight only: closure cells, defaults, `functools.partial` arguments,
 the attributes of the object that a bound method belongs to, and the globals that its own code names. Lists, tuples,
-sets and dicts are opened, nested ones too. Functions that the step calls are not followed.
+sets and dicts are opened, nested ones too. Functions among all these are searched in the same way; of those of
+libraries, only the defaults and the cells.
 
 To plan and to measure, a step is run several times. Lists and dicts that it takes from are restored each time, see
 `untouched`; an iterator cannot be.
@@ -29,6 +30,7 @@ from torchremat._compat.fabric import as_fabrics_backward
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.optimizers import optimizers_in, parameters_of
 from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.state.code import is_installed, is_library
 
 _ALLOWED = (
     "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
@@ -108,6 +110,9 @@ def _described(result: object) -> str:
     return f"a {kind}: {result!r:.80}"
 
 
+_CALLED = (FunctionType, MethodType, functools.partial)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Holdings:
     """The modules and tensors that a step holds, each once, in the order found."""
@@ -135,6 +140,8 @@ def holdings_of(step: object) -> Holdings:
             waiting += cast(Mapping[object, object], value).values()
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += cast(list[object], value)
+        elif isinstance(value, _CALLED):
+            waiting += (held for _, held in held_by(value, _globals_of(step)))
     return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()))
 
 
@@ -163,8 +170,13 @@ def _held_by_object(owner: object) -> Iterator[object]:
         yield from getattr(owner, "__dict__", {}).values()
 
 
-def held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the defaults of a function, what its cells hold, and the globals that it reads, with their names in it."""
+def held_by_function(function: FunctionType, home: object = None) -> Iterator[tuple[str, object]]:
+    """Yield the defaults of a function, what its cells hold, and the globals that it reads, with their names in it.
+
+    Args:
+        function: The function.
+        home: The globals of the step that holds the function, whose file is the user's. If not given, every file is.
+    """
     code = function.__code__
     defaults = function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
@@ -175,9 +187,9 @@ def held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    for name in global_names(code):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    module = cast("str | None", function.__globals__.get("__name__"))
+    if home is None or home is function.__globals__ or not (is_library(module) or is_installed(module)):
+        yield from ((name, function.__globals__[name]) for name in global_names(code) if name in function.__globals__)
 
 
 @functools.lru_cache(maxsize=256)
@@ -206,7 +218,7 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
     """
     ran = {0: "", 1: "ran once, and then "}.get(runs, f"ran {runs} times, and then ")
     if isinstance(error, StopIteration):
-        names = ", ".join(dict.fromkeys(f"`{name}`" for name, one in _held_within(step) if is_iterator(one)))
+        names = ", ".join(dict.fromkeys(f"`{name}`" for name, one in held_within(step) if is_iterator(one)))
         found = f"took from an iterator that has ended{f' ({names})' if names else ''}"
         advice = "Take the batch before, and let the step hold it: `batch = next(loader)`."
     else:
@@ -215,34 +227,45 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
     return StepError(f"the step {ran}{found}. It is run several times here. {advice}")
 
 
-def _held_within(function: object) -> Iterator[tuple[str, object]]:
+def held_within(function: object) -> Iterator[tuple[str, object]]:
     """Yield the objects that a callable and the functions that it holds have in plain sight."""
     waiting, seen = [function], set[int]()
     while waiting:
         one = waiting.pop()
         if id(one) not in seen:
             seen.add(id(one))
-            held = list(held_by(one))
+            held = list(held_by(one, None if one is function else _globals_of(function)))
             yield from held
-            waiting += [inner for _, inner in held if isinstance(inner, FunctionType | functools.partial)]
+            waiting += [inner for _, inner in held if isinstance(inner, _CALLED)]
 
 
-def held_by(function: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that a callable holds in plain sight, with their names in its code."""
+def held_by(function: object, home: object = None) -> Iterator[tuple[str, object]]:
+    """Yield the objects that a callable holds in plain sight, with their names in its code.
+
+    Args:
+        function: The callable.
+        home: As for `held_by_function`.
+    """
     if isinstance(function, functools.partial):
         partial = cast("functools.partial[object]", function)
         yield from ((f"argument {place}", one) for place, one in enumerate(partial.args))
         yield from partial.keywords.items()
-        yield from held_by(partial.func)
+        yield from held_by(partial.func, home)
     elif isinstance(function, FunctionType):
-        yield from held_by_function(function)
+        yield from held_by_function(function, home)
     else:
         method = function if isinstance(function, MethodType) else getattr(function, "__call__", None)  # noqa: B004
         code = getattr(getattr(method, "__func__", None), "__code__", None)
         if isinstance(method, MethodType) and isinstance(code, CodeType):
             own = cast("dict[str, object]", getattr(method.__self__, "__dict__", {}))
             yield from ((name, own[name]) for name in _names_in(code) if name in own)
-            yield from held_by(method.__func__)
+            yield from held_by(method.__func__, home)
+
+
+def _globals_of(step: object) -> object:
+    while isinstance(step, functools.partial):
+        step = cast("functools.partial[object]", step).func
+    return getattr(step, "__globals__", {})
 
 
 def _names_in(code: CodeType) -> set[str]:

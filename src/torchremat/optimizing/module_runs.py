@@ -12,6 +12,13 @@ from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.storages import address_of
+from torchremat.regions.threads import Now, thread
+
+# NOTE [ A call that is left without hooks ]
+#
+# A recompute that has all it needs leaves the modules that run by a BaseException, and torch then runs no hooks, not
+# those with `always_call` either. So a call is known by the recompute in which it was made, and is over when another
+# one runs that is not nested in it, or none.
 
 
 class ModuleRun(NamedTuple):
@@ -22,12 +29,20 @@ class ModuleRun(NamedTuple):
         has_pushed: Whether hooks for its saved tensors were set.
         parameters: The parameters that are in memory for it, by the address of their memory.
         claims: The ids of the parameters that take part.
+        now: The state of the recompute in which it was made, or of the thread.
     """
 
     module: nn.Module
     has_pushed: bool
     parameters: dict[int, Tensor]
     claims: list[int]
+    now: Now
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its recompute has ended. See NOTE [ A call that is left without hooks ]."""
+        now = thread.now
+        return self.now is not now and self.now.recomputing >= max(now.recomputing, 1)
 
     def claim(self, parameter: Tensor, running: Counter[int]) -> None:
         """Let a parameter take part; `running` counts in how many calls each does."""

@@ -34,6 +34,7 @@ from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import data_parallel_around, is_managed
 from torchremat._compat.transforms import is_transformed, without_wrappers
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
@@ -43,6 +44,7 @@ from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, set
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import is_released
 from torchremat.optimizing.stored_state import check_store
+from torchremat.regions.threads import thread
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
 from torchremat.stores.stored_parameters import (
@@ -164,6 +166,7 @@ class ParameterOffload:
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
+        self._close_left()
         task = current_graph_task()
         with self._lock:
             self._uses.on_this_stream(parameter)
@@ -181,10 +184,12 @@ class ParameterOffload:
             begins = self._ahead is None or handle_of(self._ahead) is None
             self._ahead = following if begins else self._ahead
         if handle is not None and begins:
-            handle.prefetch()
+            with hiding():  # a policy of the region that runs
+                handle.prefetch()
 
     def end(self) -> None:
         """Put away what has come back, and wait until all is out."""
+        self._close_left()
         self._stepping.clear()
         self._uses.stepping.clear()
         self._give_rest()
@@ -217,13 +222,14 @@ class ParameterOffload:
     def _enter(self, module: nn.Module, *, is_whole: bool) -> None:
         """Bring the parameters of a module back, which begins to run."""
         _check_around(module)
+        self._close_left()
         if self._runs.open and self._runs.open[0].module is module:
             self._close(0)  # a KeyboardInterrupt runs no hooks
         # Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
         pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
         if pushes:
             push_saved_tensor_hooks(except_traced(self._pack), _unpack)
-        run = ModuleRun(module, pushes, {}, [])
+        run = ModuleRun(module, pushes, {}, [], thread.now)
         self._runs.open.append(run)
         for one in module.parameters(is_whole):
             own = without_wrappers(one)  # `functional_call` under a transform
@@ -243,6 +249,10 @@ class ParameterOffload:
             self._close(found[-1])
             if current_graph_task() < 0:
                 self._give_rest()
+
+    def _close_left(self) -> None:
+        """End the calls that a recompute has left. See NOTE [ A call that is left without hooks ]."""
+        self._close(next((number for number, run in enumerate(self._runs.open) if run.is_over), len(self._runs.open)))
 
     def _close(self, number: int) -> None:
         """End a call, and all calls inside of it that were interrupted."""

@@ -170,7 +170,7 @@ class Checks:
             warn(
                 f"{name} is trained by {kinds}, which has {has}, and the plan has counted "
                 f"{format_bytes(planned_bytes)}: it recomputes more than the budget asks for. Plan with the optimizer "
-                "that trains, `optimizer=`.",
+                "that trains, `optimizer=`, and after `offload_optimizer` if its state waits in a store.",
                 PlanWarning,
             )
 

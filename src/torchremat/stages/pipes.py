@@ -240,7 +240,7 @@ class _PipeRun:
     def __call__(self, module: nn.Module) -> object:
         value, skips = cast("tuple[object, dict[Key, object]]", self.taken.leaves(new=self.stage > 0))
         tracker = CellTracker(self.layout, self.stage, skips)
-        with use_skip_tracker(tracker):
+        with use_skip_tracker(tracker), self.taken.under_autocast():
             del skips
             output = module(value)
         return received((output, tracker.outgoing), grads=self.grads)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.stages.loads import DeviceLoad
 
@@ -140,10 +142,19 @@ class Taken:
     Attributes:
         given: The value, with copies of its tensors outside of any graph.
         requires: Which of these tensors required grad.
+        around: The state around the code that had it.
     """
 
     given: Microbatch
     requires: tuple[bool, ...]
+    around: AmbientState
+
+    @contextmanager
+    def under_autocast(self) -> Generator[None]:
+        """Run the block under the autocast that the value was taken under: a step may switch it on around its call."""
+        with ExitStack() as stack:
+            self.around.restore_autocast(stack, ambient_state())
+            yield
 
     def leaves(self, *, new: bool) -> object:
         """Return the value, with leaves that require grad where its tensors did.
@@ -163,7 +174,9 @@ def taken(value: object) -> Taken:
     found = Microbatch.of(value)
     requires = tuple(tensor.requires_grad for tensor in found.tensors)
     return Taken(
-        given=Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]), requires=requires
+        given=Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]),
+        requires=requires,
+        around=ambient_state(),
     )
 
 

@@ -181,18 +181,20 @@ class _ScheduleRun:
 
     def __call__(self, module: nn.Module) -> object:
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
-        output = module(*args, **kwargs)
+        with self.seen.taken.under_autocast():
+            output = module(*args, **kwargs)
+            loss = None if self.loss is None else self.loss(output, self.seen.target)
         if self.loss is not None:
-            loss = self.loss(output, self.seen.target)
             return holding(loss, output) if isinstance(loss, Tensor) else loss  # the profile rejects other kinds
         return received(output, held=True, grads=self.seen.output)
 
     def ends(self, module: nn.Module) -> Ends:
         """Run the forward, for a backward in two parts."""
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
-        output = module(*args, **kwargs)
+        with self.seen.taken.under_autocast():
+            output = module(*args, **kwargs)
+            loss = None if self.loss is None else loss_of(self.loss(output, self.seen.target))
         inputs, outputs = Microbatch.of((args, kwargs)).tensors, Microbatch.of(output).tensors
-        if self.loss is not None:
-            loss = loss_of(self.loss(output, self.seen.target))
+        if loss is not None:
             return Ends(roots=[loss], grads=None, inputs=inputs, outputs=outputs)
         return Ends(roots=outputs, grads=self.seen.output, inputs=inputs, outputs=outputs)

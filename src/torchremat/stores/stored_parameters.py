@@ -224,7 +224,7 @@ def can_leave(parameter: Tensor) -> bool:
 
 def _is_alone(parameter: Tensor) -> bool:
     # The node that adds up gradients owns the parameter as long as a graph leads to it; `edge` owns the node.
-    with torch.inference_mode(mode=False), below_transforms():
+    with torch.inference_mode(mode=False), below_transforms(), hiding():
         edge = get_gradient_edge(parameter) if parameter.requires_grad else None
     storage = [parameter.untyped_storage()]
     return holders_in_torch(parameter) == (edge is not None) and tensors_in(storage) == 1

@@ -205,6 +205,29 @@ def test_frozen_parameters_and_shared_ones():
     assert model.first.blocks[0][0].weight.grad is None
 
 
+def test_a_teacher_that_a_function_of_the_step_calls():
+    # Its statistics had counted the failed attempt as well: only what the step's own code names was restored.
+    teacher, failures = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)), []
+
+    def distilled(model, x):
+        with torch.no_grad():
+            target = teacher(x)
+        return nn.functional.mse_loss(model(x), target)
+
+    def fails(model, x):
+        loss = distilled(model, x)
+        if not failures:
+            failures.append(x)
+            raise MemoryError
+        return loss
+
+    with guard(normed(), fails, attempts=2) as run:
+        run(FIRST)
+
+    assert len(run.attempts) == 1
+    assert teacher[1].num_batches_tracked == 1
+
+
 def test_random_numbers_of_all_kinds_flags_attributes_and_arguments():
     class Counts(nn.Module):
         def __init__(self):

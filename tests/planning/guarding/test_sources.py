@@ -44,11 +44,16 @@ def test_a_step_that_takes_its_batch_from_an_iterator_is_refused():
     model, batches = small(), [torch.randn(8, 16) for _ in range(4)]
     loader = iter(batches)
     trainer = Trainer(batches)
+
+    def following():
+        return next(loader)
+
     steps = {
         "`loader`": lambda model: loss_of(model, next(loader)),
         "`self`|`loader`": trainer.step,
         "`argument 0`": functools.partial(lambda it, model: loss_of(model, next(it)), loader),
         "`it`": lambda model, it=loader: loss_of(model, next(it)),
+        r"\(`loader`": lambda model: loss_of(model, following()),
     }
     for words, step in steps.items():
         with guard(model, step) as run, pytest.raises(UnsupportedError, match=words):

@@ -14,7 +14,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.ambient.registry import Captured
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.step import held_by, is_iterator
+from torchremat.measuring.step import held_within, is_iterator
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
 from torchremat.state.holders import looks_after_itself
@@ -26,7 +26,8 @@ from torchremat.tensors.metadata import version_of
 from torchremat.tensors.versioned import Versioned
 
 # The objects that a step holds are searched in plain sight, as in `measuring.step`: its arguments, closure cells,
-# defaults, the globals that its code names, and, for a bound method, the attributes of its object that it names.
+# defaults, the globals that its code names, and, for a bound method, the attributes of its object that it names; and in
+# the functions among all these.
 #
 #     an iterator     the next attempt would get another batch: refused before the first step
 #     an optimizer    its state is written before its parameters, and memory may run out between: versions are watched
@@ -38,7 +39,7 @@ def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -
     Raises:
         UnsupportedError: The step receives one, or holds one.
     """
-    held = [(f"`{name}`", one) for name, one in held_by(step)]
+    held = [(f"`{name}`", one) for name, one in held_within(step)]
     found = next((words for words, one in (*(("an argument", one) for one in objects), *held) if is_iterator(one)), "")
     if found:
         raise UnsupportedError(
@@ -49,7 +50,7 @@ def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -
 
 def optimizers_of(given: torch.optim.Optimizer | None, *callables: object) -> list[torch.optim.Optimizer]:
     """Return the given optimizer, and the optimizers that callables hold, each once."""
-    held = (one for function in callables for _, one in held_by(function))
+    held = (one for function in callables for _, one in held_within(function))
     found = [given, *(one for one in held if isinstance(one, torch.optim.Optimizer))]
     return list(dict.fromkeys(one for one in found if one is not None))
 
