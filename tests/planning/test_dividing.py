@@ -11,7 +11,7 @@ import models
 from planning.steps import profile
 from planning.test_partial_backward import ONE, SIDE
 from probes.memory import record_allocations
-from probes.planning import RegionNode, cut_options, kept, unit_operators
+from probes.planning import RegionNode, cut_options, kept
 from torchremat import BudgetWarning, Plan, PlanError, Planner, session
 
 
@@ -57,7 +57,7 @@ def step_peak(model, step):
 def test_cuts_come_where_the_peak_falls_most():
     own = profile(*chain()).blocks
 
-    found = cut_options(unit_operators(own, "flops")[0])
+    (found,) = cut_options(own, "flops")
 
     assert [(one.cuts, one.early_peak_bytes // ONE) for one in found] == [((4,), 6), ((4, 5), 5)]
 
@@ -75,6 +75,36 @@ def test_a_plan_recomputes_in_parts_below_what_fits_without():
     assert len(plan.held[0].cuts) + 1 == 4
     assert "in 4 parts" in str(plan)
     assert all(inside)
+    plain = gradients(model, step)
+    plan.apply(model)
+    assert all(map(torch.equal, gradients(model, step), plain))
+    assert planner.fixed_bytes + step_peak(model, step) == plan.peak_bytes
+    plan.remove(model)
+
+
+ROOTS = {
+    "one twice": lambda model, x: model(model(x)),
+    "two calls": lambda model, x: model(x) + model(x.flip(0)),
+    "submodules": lambda model, x: model[1](model[0](x)),
+    "a submodule twice": lambda model, x: model[1](model[0](model[0](x))),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_calls_of_several_roots_are_in_parts_alike(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(Chain(), Chain())
+    x, call = torch.randn(SIDE, SIDE), ROOTS[name]
+
+    def step(model):
+        return call(model, x).sum()
+
+    planner = Planner(model, step, cost="flops")
+
+    plan = planner.plan("min")
+
+    in_parts = {(plan.units[unit].name, one.cuts) for one in plan.held for unit in one.units}
+    assert len(in_parts) == 2 <= sum(len(one.units) for one in plan.held) == len(plan.units)
     plain = gradients(model, step)
     plan.apply(model)
     assert all(map(torch.equal, gradients(model, step), plain))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchremat.planning.profiles.units import Unit, Units
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
 
 # A call as a scope identifies it, and the calls of some consecutive units as one scope identifies them.
 Key = tuple[str, int]
@@ -36,8 +36,8 @@ def fitted(units: Units, tree: Tree) -> Tree:
         for node in known:
             moved = _shifted(node, row.start - start)
             if alone[moved.first]:
-                kept = moved if isinstance(moved, KeepNode) else RegionNode((KeepNode(moved.first),))
-                chosen = of_key.setdefault(units.units[moved.first].keys[0], kept)
+                own_node = moved if isinstance(moved, KeepNode) else _alone(next(kept((moved,))))
+                chosen = of_key.setdefault(units.units[moved.first].keys[0], own_node)
                 moved = _shifted(chosen, moved.first - chosen.first)
             result.append(moved)
     return tuple(result)
@@ -78,9 +78,17 @@ def _parted(nodes: Iterable[KeepNode | RegionNode], labels: Sequence[str]) -> It
     for node in nodes:
         if isinstance(node, RegionNode) and len(set(labels[node.first : node.last + 1])) > 1:
             inner = _parted(node.children, labels)
-            yield from (child if isinstance(child, RegionNode) else RegionNode((child,)) for child in inner)
+            yield from map(_alone, inner)
         else:
             yield node
+
+
+def _alone(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
+    """Return a node as a region. A unit with an option is one by itself, and needs none around it."""
+    first = node.children[0] if isinstance(node, RegionNode) and len(node.children) == 1 else node
+    if isinstance(first, KeepNode) and first.option:
+        return first
+    return node if isinstance(node, RegionNode) else RegionNode((node,))
 
 
 def _within(nodes: Iterable[KeepNode | RegionNode], first: int, last: int) -> Iterator[KeepNode | RegionNode]:

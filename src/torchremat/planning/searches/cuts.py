@@ -14,16 +14,21 @@ Missing on purpose: parts of units that also hold operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 from torchremat.planning.devices.overheads import NOMINAL
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import nominal_seconds
+from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import save_positions
-from torchremat.planning.searches.unit_operators import UnitOperators
+from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
 from torchremat.planning.simulator.points import OptionBytes
+from torchremat.planning.simulator.simulator import Options
 from torchremat.schedules.operator_selection import evaluate
 
 _MOST_CUTS = 3
@@ -32,14 +37,43 @@ _LEAST_GAIN = 0.02
 # The cuts that are tried first, by the bytes that they divide.
 _MOST_TRIED = 24
 
+# The saves that begin a part, without the first save: see `Settings.cuts`.
+Cuts: TypeAlias = tuple[int, ...]
 
-def cut_options(own: UnitOperators) -> tuple[OptionBytes, ...]:
-    """Return the ways of recomputing a unit in parts, with one cut and more, the peak falling; empty if there is none.
+
+def cut_options(profile: Profile, cost: Cost, search_budget: SearchBudget | None = None) -> Options:
+    """Return by unit the ways of recomputing it in parts, with one cut and more, the peak falling.
+
+    Where to cut is searched for once among units that run and save the same. One plan serves all calls of a root, so a
+    unit is cut alike in all of them.
 
     Args:
-        own: The operators of the unit.
+        profile: Profile of the step.
+        cost: What the plan minimises.
+        search_budget: The time limit; units after that are not cut.
     """
-    return tuple(_Cuts(own).options()) if own.has_options else ()
+    search_budget = SearchBudget() if search_budget is None else search_budget
+    units = {own.unit: _UnitInParts(own) for own in unit_operators(profile, cost) if own.has_options}
+    calls = dict[object, list[int]]()
+    for unit, own in enumerate(profile.units.units):
+        calls.setdefault(own.keys, []).append(unit)
+    cuts = dict[object, list[Cuts]]()
+    found: list[tuple[OptionBytes, ...]] = [()] * len(profile.sizes)
+    for same in search_budget.parts([one for one in calls.values() if units.keys() >= {*one}]):
+        if search_budget.is_over:
+            break
+        signature = profile.units.signature(same[0])
+        if signature not in cuts:
+            cuts[signature] = [option.cuts for option in units[same[0]].options()]
+        for unit, options in zip(same, _options([units[unit] for unit in same], cuts[signature]), strict=True):
+            found[unit] = options
+    return tuple(found)
+
+
+def _options(units: Sequence[_UnitInParts], cuts: Iterable[Cuts]) -> list[tuple[OptionBytes, ...]]:
+    """Return for each of some units its options with these cuts, without those that not all of the units have."""
+    having = [own for one in cuts if None not in (own := [unit.option(one) for unit in units])]
+    return [tuple(option for own in having if (option := own[place]) is not None) for place in range(len(units))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +84,9 @@ class _PartNeed:
     ends: int
 
 
-class _Cuts:
+class _UnitInParts:
+    """The ways of recomputing one unit in parts."""
+
     def __init__(self, own: UnitOperators) -> None:
         self._own = own
         profile, unit = own.profile, own.unit
@@ -62,14 +98,15 @@ class _Cuts:
         self._needs: dict[range, _PartNeed] = {}
 
     def options(self) -> Iterator[OptionBytes]:
+        """Yield options with rising numbers of cuts, each with one more where the peak falls most."""
         if not self._is_known:
             return
-        cuts = tuple[int, ...]()
+        cuts: Cuts = ()
         peak = self._size.truncated_peak_bytes, self._bytes_of(self._freed) + int(self._whole.max())
         least, tried = max(peak), self._tried
         while len(cuts) < _MOST_CUTS:
             more = [tuple(sorted((*cuts, cut))) for cut in tried if cut not in cuts]
-            found = [(self._peak(option), option) for one in more if (option := self._option(one)) is not None]
+            found = [(self._peak(option), option) for one in more if (option := self._option(one))]
             best = min(found, key=lambda one: one[0], default=None)
             if best is None or best[0] > (1 - _LEAST_GAIN) * least:
                 return
@@ -116,8 +153,12 @@ class _Cuts:
         late = self._bytes_of(self._freed) + option.late_peak_bytes
         return max(option.early_peak_bytes, option.recompute_peak_bytes, late)
 
-    def _option(self, cuts: tuple[int, ...]) -> OptionBytes | None:
-        """Return a unit with these cuts; None if backward asks for a part before it is done with a later one."""
+    def option(self, cuts: Cuts) -> OptionBytes | None:
+        """Return the unit with these cuts; None if it cannot be cut so."""
+        return self._option(cuts) if self._is_known else None
+
+    def _option(self, cuts: Cuts) -> OptionBytes | None:
+        """Return the unit with these cuts; None if backward asks for a part before it is done with a later one."""
         parts = [range(*pair) for pair in pairwise((0, *cuts, len(self._positions)))][::-1]
         asked = self._backward.asked_at
         firsts = [min((at for save in part if (at := asked.get(save)) is not None), default=-1) for part in parts]

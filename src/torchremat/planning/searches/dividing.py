@@ -3,8 +3,6 @@
 The trees are those of a solver that knows a unit in parts as one of its options, and the uniform ones. A part costs
 another forward, so these have no more of them than their limit asks for: at each program point above the limit the unit
 there is recomputed in more parts, until none is above it.
-
-Missing on purpose: steps with several roots, and modules sharded by FSDP2, whose calls must be treated alike.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from torchremat.planning.roots import fitted
 from torchremat.planning.searches.cuts import cut_options
 from torchremat.planning.searches.solver import Solver
-from torchremat.planning.searches.unit_operators import unit_operators
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded
 
-_MOST_UNITS = 200
 # How many of the lowest trees of a solver are divided for the lowest peak.
 _LOWEST = 4
 
@@ -52,20 +49,22 @@ class Dividing:
     def _solver(self) -> Solver:
         """Judges trees with these options."""
         profile, cost = self._base.profile, self._base.cost_unit
-        cuts = [cut_options(own) for own in self._search_budget.parts(unit_operators(profile, cost))]
-        cuts += [()] * (len(profile.sizes) - len(cuts))
+        cuts = cut_options(profile, cost, self._search_budget)
         had = profile.options or ((),) * len(cuts)
         options = tuple((*own, *more) for own, more in zip(had, cuts, strict=True))
         return Solver(replace(profile, options=options), cost, search_budget=self._search_budget)
 
-    @property
-    def _is_possible(self) -> bool:
-        units = self._base.profile.units
-        return len(units.rows) == 1 and not units.trace.sharded and len(units.units) <= _MOST_UNITS
+    @cached_property
+    def _calls(self) -> dict[int, list[int]]:
+        """By unit those that are the same call in different calls of a root: a plan treats them alike."""
+        units, found = self._base.profile.units.units, dict[object, list[int]]()
+        for unit, own in enumerate(units):
+            found.setdefault(own.keys, []).append(unit)
+        return {unit: found[own.keys] for unit, own in enumerate(units)}
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
-        if not self._is_possible or not self._numbers:
+        if not self._numbers:
             return None
         found = [*self._solver.persistent(limit_bytes), *self._uniform(limit_bytes)]
         fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
@@ -81,7 +80,7 @@ class Dividing:
     @cached_property
     def floor(self) -> Candidate | None:
         """The tree with the lowest predicted peak that was found, if there is any with parts."""
-        if not self._is_possible or not self._numbers:
+        if not self._numbers:
             return None
         uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
         finest = {unit: numbers[-1] + 1 for unit, numbers in self._numbers.items()}
@@ -92,15 +91,16 @@ class Dividing:
     def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
         numbers: dict[int, int] = {}
-        tree = bounded(tree)
-        known = self._numbers
-        while above := self._above(with_parts(tree, numbers), limit_bytes):
+        units, known = self._base.profile.units, self._numbers
+        divided = tree = fitted(units, bounded(tree))
+        while above := self._above(divided, limit_bytes):
             more = [unit for unit in above if unit in known and numbers.get(unit) != known[unit][-1] + 1]
             if not more:
                 return None
-            for unit in more:
+            for unit in {call for one in more for call in self._calls[one]}:
                 numbers[unit] = numbers.get(unit, known[unit].start) + 1
-        return None if above is None else self._solver.judged(with_parts(tree, numbers))
+            divided = fitted(units, with_parts(tree, numbers))
+        return None if above is None else self._solver.judged(divided)
 
     def _above(self, tree: Tree, limit_bytes: int) -> set[int] | None:
         """Return the units at the program points above a limit; None if no part of a recompute lowers one of these."""
