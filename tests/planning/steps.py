@@ -63,7 +63,7 @@ def random_tree(units, rng, *, depth=3):
 
 def with_cuts(own):
     """The profile in which units may be recomputed in parts."""
-    return replace(own, options=cut_options(own, "flops"))
+    return replace(own, options=cut_options([own])[0])
 
 
 def in_parts(own, tree, rng):

@@ -23,12 +23,12 @@ from typing import TypeAlias
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import nominal_seconds
-from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import save_positions
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.planning.simulator.simulator import Options
+from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import evaluate
 
 _MOST_CUTS = 3
@@ -41,33 +41,43 @@ _MOST_TRIED = 24
 Cuts: TypeAlias = tuple[int, ...]
 
 
-def cut_options(profile: Profile, cost: Cost, search_budget: SearchBudget | None = None) -> Options:
-    """Return by unit the ways of recomputing it in parts, with one cut and more, the peak falling.
+def with_cuts(profile: Profile, cuts: Options) -> Profile:
+    """Return a profile with more options of its units."""
+    had = profile.options or ((),) * len(cuts)
+    return replace(profile, options=tuple((*own, *more) for own, more in zip(had, cuts, strict=True)))
+
+
+def cut_options(profiles: Sequence[Profile], search_budget: SearchBudget | None = None) -> list[Options]:
+    """Return by profile and unit the ways of recomputing the unit in parts, with rising numbers of cuts.
 
     Where to cut is searched for once among units that run and save the same. One plan serves all calls of a root, so a
     unit is cut alike in all of them.
 
     Args:
-        profile: Profile of the step.
-        cost: What the plan minimises.
+        profiles: Profiles of one form. They are cut alike, where that lowers the peak of the first one most.
         search_budget: The time limit; units after that are not cut.
     """
     search_budget = SearchBudget() if search_budget is None else search_budget
-    units = {own.unit: _UnitInParts(own) for own in unit_operators(profile, cost) if own.has_options}
-    calls = dict[object, list[int]]()
-    for unit, own in enumerate(profile.units.units):
+    units = [
+        {own.unit: _UnitInParts(own) for own in unit_operators(one, "flops") if own.has_options} for one in profiles
+    ]
+    known = profiles[0].units
+    calls, cuts = dict[object, list[int]](), dict[object, list[Cuts]]()
+    for unit, own in enumerate(known.units):
         calls.setdefault(own.keys, []).append(unit)
-    cuts = dict[object, list[Cuts]]()
-    found: list[tuple[OptionBytes, ...]] = [()] * len(profile.sizes)
-    for same in search_budget.parts([one for one in calls.values() if units.keys() >= {*one}]):
+    found = [dict[int, tuple[OptionBytes, ...]]() for _ in profiles]
+    for same in search_budget.parts([one for one in calls.values() if all(own.keys() >= {*one} for own in units)]):
         if search_budget.is_over:
             break
-        signature = profile.units.signature(same[0])
+        first, signature = same[0], known.signature(same[0])
+        if len({own[first].form for own in units}) > 1:
+            continue
         if signature not in cuts:
-            cuts[signature] = [option.cuts for option in units[same[0]].options()]
-        for unit, options in zip(same, _options([units[unit] for unit in same], cuts[signature]), strict=True):
-            found[unit] = options
-    return tuple(found)
+            cuts[signature] = [option.cuts for option in units[0][first].options()]
+        alike = iter(_options([own[unit] for own in units for unit in same], cuts[signature]))
+        for options in found:
+            options.update(zip(same, alike, strict=False))
+    return [tuple(options.get(unit, ()) for unit, _ in enumerate(known.units)) for options in found]
 
 
 def _options(units: Sequence[_UnitInParts], cuts: Iterable[Cuts]) -> list[tuple[OptionBytes, ...]]:
@@ -112,6 +122,11 @@ class _UnitInParts:
                 return
             (least, option), cuts = best, best[1].cuts
             yield option
+
+    @property
+    def form(self) -> Dataflow:
+        """The operators without the parts that depend on shapes."""
+        return self._own.form
 
     @cached_property
     def _is_known(self) -> bool:

@@ -8,11 +8,11 @@ there is recomputed in more parts, until none is above it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import fitted
-from torchremat.planning.searches.cuts import cut_options
+from torchremat.planning.searches.cuts import cut_options, with_cuts
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
@@ -29,10 +29,12 @@ class Dividing:
 
     Args:
         base: The solver whose trees are divided.
+        profile: Its profile with options for that, see `cut_options`; None to find them when they are needed.
     """
 
-    def __init__(self, base: Solver) -> None:
+    def __init__(self, base: Solver, profile: Profile | None = None) -> None:
         self._base = base
+        self._profile = profile
         self._search_budget = base.search_budget
 
     @cached_property
@@ -48,11 +50,11 @@ class Dividing:
     @cached_property
     def _solver(self) -> Solver:
         """Judges trees with these options."""
-        profile, cost = self._base.profile, self._base.cost_unit
-        cuts = cut_options(profile, cost, self._search_budget)
-        had = profile.options or ((),) * len(cuts)
-        options = tuple((*own, *more) for own, more in zip(had, cuts, strict=True))
-        return Solver(replace(profile, options=options), cost, search_budget=self._search_budget)
+        profile = self._profile
+        if profile is None:
+            (cuts,) = cut_options([self._base.profile], self._search_budget)
+            profile = with_cuts(self._base.profile, cuts)
+        return Solver(profile, self._base.cost_unit, search_budget=self._search_budget)
 
     @cached_property
     def _calls(self) -> dict[int, list[int]]:

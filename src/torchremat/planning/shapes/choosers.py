@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.searches.dividing import Dividing
 from torchremat.planning.searches.granularity import divisible
 from torchremat.planning.searches.options import selections_of
 from torchremat.planning.searches.search import Search
@@ -66,6 +67,21 @@ class Chooser:
             cover: The shape.
             limit_bytes: Limit over the bytes at the start of the step; the error bound of the prediction is left free.
         """
+        found = self._regions(cover, limit_bytes)
+        if not self.options.operators or (found is not None and found[0].recomputes_once):
+            return found
+        divided = self._dividing(cover).solve(limit_bytes - self.family.spare_bytes(cover, limit_bytes))
+        if divided is None or (found is not None and found[0].cost <= divided.cost):
+            return found
+        return divided, frozenset()
+
+    def _dividing(self, cover: Cover) -> Dividing:
+        """Return the search for trees with recomputes in parts at a shape."""
+        base = Solver(self.family.profile(cover), self.options.cost)
+        return Dividing(base, self.family.profile_in_parts(cover))
+
+    def _regions(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
+        """Return the result of `choose` without recomputes in parts."""
         solvers: dict[frozenset[int], Solver] = {}
 
         def judged(found: FoundTree) -> Candidate:
@@ -116,11 +132,15 @@ class Chooser:
         return (found, frozenset[int]()) if found.prediction.peak_bytes <= limit_bytes else None
 
     def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
-        """Return the tree with the lowest peak at a shape."""
+        """Return the tree with the lowest peak at a shape, and the calls that it splits."""
         if not self.takes_apart:
-            return Solver(self.family.profile(cover), self.options.cost).floor, frozenset[int]()
-        found = self.floor
-        return Solver(self.family.profile(cover, found.split), self.options.cost).judged(found.tree), found.split
+            found = Solver(self.family.profile(cover), self.options.cost).floor, frozenset[int]()
+        else:
+            solver = Solver(self.family.profile(cover, self.floor.split), self.options.cost)
+            found = solver.judged(self.floor.tree), self.floor.split
+        divided = self._dividing(cover).floor if self.options.operators else None
+        is_lower = divided is not None and divided.prediction.peak_bytes < found[0].prediction.peak_bytes
+        return (divided, frozenset()) if is_lower else found
 
     @property
     def search(self) -> Search:

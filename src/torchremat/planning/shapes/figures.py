@@ -19,6 +19,7 @@ from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Units
+from torchremat.planning.simulator.simulator import Options
 
 Figures = NDArray[np.float64]
 
@@ -36,14 +37,13 @@ _SIZES = (
     "recast_bytes",
     "graph_bytes",
 )
-# All byte and flop counts of `OptionBytes`.
+# The byte and flop counts of `OptionBytes` that are at least 0; `late_peak_bytes` follows them.
 _OPTION_SIZES = (
     "kept_bytes",
     "forward_peak_bytes",
     "early_peak_bytes",
     "recompute_peak_bytes",
     "ahead_peak_bytes",
-    "late_peak_bytes",
     "flops",
 )
 
@@ -108,14 +108,45 @@ def _figures(profile: Profile) -> Iterator[int]:
     for cost in profile.costs:
         yield cost.flops
         yield cost.flops_truncated
-    for options in profile.options:
-        for option in options:
-            for name in _OPTION_SIZES:
-                yield cast(int, getattr(option, name))
+    yield from _option_figures(profile.options)
     yield from profile.extra_bytes.values()
     yield from (profile.after_bytes[key] for key in profile.extra_bytes)
     yield profile.start_bytes
     yield profile.before.input_bytes
+
+
+def _option_figures(options: Options) -> Iterator[int]:
+    names = (*_OPTION_SIZES, "late_peak_bytes")
+    return (cast(int, getattr(option, name)) for own in options for option in own for name in names)
+
+
+def figures_of_options(options: Options) -> Figures:
+    """Return the figures of options."""
+    return np.fromiter(_option_figures(options), np.float64)
+
+
+def with_option_figures(options: Options, figures: Figures, factor: float) -> Options:
+    """Return options with other figures, and with `factor` times their seconds."""
+    return _with_option_figures(options, _sizes(figures), factor)
+
+
+def _with_option_figures(options: Options, sizes: Iterator[int], factor: float) -> Options:
+    return tuple(
+        tuple(
+            replace(
+                one.slower(factor),
+                **{name: max(0, next(sizes)) for name in _OPTION_SIZES},
+                late_peak_bytes=next(sizes),  # over what is partly gone by then: below 0
+            )
+            for one in own
+        )
+        for own in options
+    )
+
+
+def _sizes(figures: Figures) -> Iterator[int]:
+    """Return figures as numbers, rounded up."""
+    return iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
 
 
 def with_figures(profile: Profile, figures: Figures) -> Profile:
@@ -123,7 +154,7 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
 
     Fractional figures are rounded up. Figures that cannot be negative are at least 0.
     """
-    numbers = iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
+    numbers = _sizes(figures)
 
     def size() -> int:
         return max(0, next(numbers))
@@ -136,10 +167,7 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
     trace = replace(old, flops=flops, storage_bytes=storage_bytes, calls=calls)
     sizes = tuple(replace(one, **{name: size() for name in _SIZES}) for one in profile.sizes)
     costs = tuple(replace(cost.slower(factor), flops=size(), flops_truncated=size()) for cost in profile.costs)
-    options = tuple(
-        tuple(replace(one.slower(factor), **{name: size() for name in _OPTION_SIZES}) for one in own)
-        for own in profile.options
-    )
+    options = _with_option_figures(profile.options, numbers, factor)
     units = profile.units
     return replace(
         profile,
