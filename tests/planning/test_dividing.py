@@ -142,14 +142,14 @@ def test_operators_false_plans_whole_units():
     assert plan.held == ()
 
 
-def trained(model, step, optimizer, *, within=nullcontext):
+def trained(model, step, optimizer, *, within=nullcontext, retain_graph=False):
     """What three steps leave of the losses and of the parameters."""
     torch.manual_seed(1)
     losses = []
     for _ in range(3):
         with within():
             loss = step(model)
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -182,13 +182,29 @@ def test_a_plan_in_parts_trains_as_no_plan_does(case):
     assert all(map(torch.equal, found, plain))
 
 
-def test_a_session_is_exact_and_what_it_takes_above_the_budget_is_told():
+def test_a_session_has_the_gradients_and_the_peak_of_no_session():
+    model, step = gpt()
+    planner = Planner(model, step, cost="flops")
+    plan = planner.plan("min")
+    plain = gradients(model, step)
+    plan.apply(model)
+
+    with session():
+        found = gradients(model, step)
+
+    assert all(map(torch.equal, found, plain))
+    for passes in (None, 1):
+        with session(passes):
+            assert planner.fixed_bytes + step_peak(model, step) == plan.peak_bytes
+
+
+def test_what_a_session_takes_above_the_budget_is_told():
     model, step = gpt()
     twin = deepcopy(model)
-    plain, optimizer = trained(twin, step, adamw(twin)), adamw(model)
+    plain, optimizer = trained(twin, step, adamw(twin), retain_graph=True), adamw(model)
     Planner(model, step, optimizer=optimizer, cost="flops").plan("min").apply(model)
 
     with pytest.warns(BudgetWarning, match="above the budget"):
-        found = trained(model, step, optimizer, within=session)
+        found = trained(model, step, optimizer, within=session, retain_graph=True)
 
     assert all(map(torch.equal, found, plain))

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+from torchremat.errors import bug
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import nominal_seconds
@@ -78,6 +79,14 @@ def cut_options(profiles: Sequence[Profile], search_budget: SearchBudget | None 
         for options in found:
             options.update(zip(same, alike, strict=False))
     return [tuple(options.get(unit, ()) for unit, _ in enumerate(known.units)) for options in found]
+
+
+def cut_at(own: UnitOperators, cuts: Cuts) -> OptionBytes:
+    """Return a unit in parts with cuts that it has in another profile of the same step."""
+    option = _UnitInParts(own).option(cuts)
+    if option is None:
+        raise bug(f"unit {own.unit} has cuts {cuts}, and cannot be cut so when its step is watched again")
+    return option
 
 
 def _options(units: Sequence[_UnitInParts], cuts: Iterable[Cuts]) -> list[tuple[OptionBytes, ...]]:

@@ -7,8 +7,9 @@ there is recomputed in more parts, until none is above it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import product
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import fitted
@@ -16,7 +17,7 @@ from torchremat.planning.searches.cuts import cut_options, with_cuts
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded, kept
 
 # How many of the lowest trees of a solver are divided for the lowest peak.
 _LOWEST = 4
@@ -34,7 +35,8 @@ class Dividing:
 
     def __init__(self, base: Solver, profile: Profile | None = None) -> None:
         self._base = base
-        self._profile = profile
+        if profile is not None:
+            self.profile = profile
         self._search_budget = base.search_budget
 
     @cached_property
@@ -43,18 +45,20 @@ class Dividing:
         had = self._base.profile.options
         return {
             unit: range(len(had[unit]) if had else 0, len(own))
-            for unit, own in enumerate(self._solver.profile.options)
+            for unit, own in enumerate(self.profile.options)
             if len(own) > (len(had[unit]) if had else 0)
         }
 
     @cached_property
+    def profile(self) -> Profile:
+        """The profile whose units have options for that."""
+        (cuts,) = cut_options([self._base.profile], self._search_budget)
+        return with_cuts(self._base.profile, cuts)
+
+    @cached_property
     def _solver(self) -> Solver:
         """Judges trees with these options."""
-        profile = self._profile
-        if profile is None:
-            (cuts,) = cut_options([self._base.profile], self._search_budget)
-            profile = with_cuts(self._base.profile, cuts)
-        return Solver(profile, self._base.cost_unit, search_budget=self._search_budget)
+        return Solver(self.profile, self._base.cost_unit, search_budget=self._search_budget)
 
     @cached_property
     def _calls(self) -> dict[int, list[int]]:
@@ -90,6 +94,15 @@ class Dividing:
         found = [self._solver.floor, *(self._solver.judged(with_parts(tree, finest)) for tree in trees)]
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
+    def finer(self, trees: Iterable[Tree]) -> Iterator[Candidate]:
+        """Yield trees with all units that they recompute in two parts, then in three, and so on."""
+        most = max(map(len, self._numbers.values()), default=0)
+        for tree, count in product(trees, range(most)):
+            inside = {keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))}
+            known = {unit: self._numbers[unit] for unit in inside & self._numbers.keys()}
+            numbers = {unit: own[min(count, len(own) - 1)] + 1 for unit, own in known.items()}
+            yield self._solver.judged(with_parts(tree, numbers))
+
     def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
         numbers: dict[int, int] = {}
@@ -106,7 +119,7 @@ class Dividing:
 
     def _above(self, tree: Tree, limit_bytes: int) -> set[int] | None:
         """Return the units at the program points above a limit; None if no part of a recompute lowers one of these."""
-        found, profile = set[int](), self._solver.profile
+        found, profile = set[int](), self.profile
         for state in walk_of(profile, tree):
             if isinstance(state, Live) and live_bytes(profile, state) + over_bytes(profile, state) > limit_bytes:
                 if state.key[0] not in _OF_UNITS:

@@ -88,6 +88,11 @@ class Search:
         )
 
     @property
+    def pair_in_parts(self) -> ProfilePair:
+        """The profile with the options of units that are recomputed in parts, if there may be any."""
+        return self.pair if self.dividing is None else replace(self.pair, blocks=self.dividing.profile)
+
+    @property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
         return self.blocks.plain

@@ -139,8 +139,9 @@ class Chooser:
             solver = Solver(self.family.profile(cover, self.floor.split), self.options.cost)
             found = solver.judged(self.floor.tree), self.floor.split
         divided = self._dividing(cover).floor if self.options.operators else None
-        is_lower = divided is not None and divided.prediction.peak_bytes < found[0].prediction.peak_bytes
-        return (divided, frozenset()) if is_lower else found
+        if divided is None or divided.prediction.peak_bytes >= found[0].prediction.peak_bytes:
+            return found
+        return divided, frozenset()
 
     @property
     def search(self) -> Search:
