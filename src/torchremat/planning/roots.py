@@ -43,6 +43,14 @@ def fitted(units: Units, tree: Tree) -> Tree:
     return tuple(result)
 
 
+def same_calls(units: Units) -> list[list[int]]:
+    """Return the units: together those that are one call in different calls of a root, which are treated alike."""
+    found = dict[Keys, list[int]]()
+    for unit, own in enumerate(units.units):
+        found.setdefault((own.keys,), []).append(unit)
+    return list(found.values())
+
+
 def by_shard(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region over several modules sharded by FSDP2: it gathers one module at a time."""
     if not units.trace.sharded:

@@ -24,6 +24,7 @@ from torchremat.errors import bug
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import nominal_seconds
+from torchremat.planning.roots import same_calls
 from torchremat.planning.searches.flows import save_positions
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
@@ -62,16 +63,14 @@ def cut_options(profiles: Sequence[Profile], search_budget: SearchBudget | None 
     units = [
         {own.unit: _UnitInParts(own) for own in unit_operators(one, "flops") if own.has_options} for one in profiles
     ]
-    known = profiles[0].units
-    calls, cuts = dict[object, list[int]](), dict[object, list[Cuts]]()
-    for unit, own in enumerate(known.units):
-        calls.setdefault(own.keys, []).append(unit)
+    known, cuts = profiles[0].units, dict[object, list[Cuts]]()
     found = [dict[int, tuple[OptionBytes, ...]]() for _ in profiles]
-    for same in search_budget.parts([one for one in calls.values() if all(own.keys() >= {*one} for own in units)]):
+    for same in search_budget.parts(same_calls(known)):
         if search_budget.is_over:
             break
         first, signature = same[0], known.signature(same[0])
-        if len({own[first].form for own in units}) > 1:
+        is_known = all(own.keys() >= {*same} for own in units)
+        if not is_known or len({own[first].form for own in units}) > 1:
             continue
         if signature not in cuts:
             cuts[signature] = [option.cuts for option in units[0][first].options()]

@@ -12,8 +12,9 @@ from functools import cached_property
 from itertools import product
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.roots import fitted
+from torchremat.planning.roots import fitted, same_calls
 from torchremat.planning.searches.cuts import cut_options, with_cuts
+from torchremat.planning.searches.loops import MOST_FINE
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
@@ -40,14 +41,10 @@ class Dividing:
         self._search_budget = base.search_budget
 
     @cached_property
-    def _numbers(self) -> dict[int, range]:
+    def _numbers(self) -> dict[int, list[int]]:
         """By unit that can be recomputed in parts, the numbers of its options for that, with rising numbers of cuts."""
-        had = self._base.profile.options
-        return {
-            unit: range(len(had[unit]) if had else 0, len(own))
-            for unit, own in enumerate(self.profile.options)
-            if len(own) > (len(had[unit]) if had else 0)
-        }
+        found = ([number for number, one in enumerate(own, 1) if one.cuts] for own in self.profile.options)
+        return {unit: numbers for unit, numbers in enumerate(found) if numbers}
 
     @cached_property
     def profile(self) -> Profile:
@@ -59,14 +56,6 @@ class Dividing:
     def _solver(self) -> Solver:
         """Judges trees with these options."""
         return Solver(self.profile, self._base.cost_unit, search_budget=self._search_budget)
-
-    @cached_property
-    def _calls(self) -> dict[int, list[int]]:
-        """By unit those that are the same call in different calls of a root: a plan treats them alike."""
-        units, found = self._base.profile.units.units, dict[object, list[int]]()
-        for unit, own in enumerate(units):
-            found.setdefault(own.keys, []).append(unit)
-        return {unit: found[own.keys] for unit, own in enumerate(units)}
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
@@ -89,9 +78,11 @@ class Dividing:
         if not self._numbers:
             return None
         uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
-        finest = {unit: numbers[-1] + 1 for unit, numbers in self._numbers.items()}
+        finest = {unit: numbers[-1] for unit, numbers in self._numbers.items()}
         trees = [self._base.floor.tree, *(one.tree for one in uniform)]
-        found = [self._solver.floor, *(self._solver.judged(with_parts(tree, finest)) for tree in trees)]
+        found = [self._solver.judged(with_parts(tree, finest)) for tree in trees]
+        if len(self._base.chain.stages) <= MOST_FINE:
+            found.append(self._solver.floor)
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
     def finer(self, trees: Iterable[Tree]) -> Iterator[Candidate]:
@@ -99,21 +90,20 @@ class Dividing:
         most = max(map(len, self._numbers.values()), default=0)
         for tree, count in product(trees, range(most)):
             inside = {keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))}
-            known = {unit: self._numbers[unit] for unit in inside & self._numbers.keys()}
-            numbers = {unit: own[min(count, len(own) - 1)] + 1 for unit, own in known.items()}
+            numbers = {unit: own[: count + 1][-1] for unit, own in self._numbers.items() if unit in inside}
             yield self._solver.judged(with_parts(tree, numbers))
 
     def _divided(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the tree with as many recomputes in parts as it takes to fit a limit; None if it never does."""
-        numbers: dict[int, int] = {}
-        units, known = self._base.profile.units, self._numbers
+        units, left = self._base.profile.units, {unit: iter(own) for unit, own in self._numbers.items()}
+        numbers = dict[int, int]()
         divided = tree = fitted(units, bounded(tree))
         while above := self._above(divided, limit_bytes):
-            more = [unit for unit in above if unit in known and numbers.get(unit) != known[unit][-1] + 1]
+            alike = {call for calls in same_calls(units) if not above.isdisjoint(calls) for call in calls}
+            more = {unit: number for unit in alike & left.keys() if (number := next(left[unit], None))}
             if not more:
                 return None
-            for unit in {call for one in more for call in self._calls[one]}:
-                numbers[unit] = numbers.get(unit, known[unit].start) + 1
+            numbers |= more
             divided = fitted(units, with_parts(tree, numbers))
         return None if above is None else self._solver.judged(divided)
 
