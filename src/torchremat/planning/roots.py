@@ -107,7 +107,7 @@ def _within(nodes: Iterable[KeepNode | RegionNode], first: int, last: int) -> It
         else:
             children = tuple(_within(node.children, first, last))
             if children:
-                yield RegionNode(children)
+                yield _alone(RegionNode(children))
 
 
 def _shifted(node: KeepNode | RegionNode, by: int) -> KeepNode | RegionNode:

@@ -5,6 +5,8 @@ instead, many tables are built, which takes as long as some steps. The result de
 and these change slowly with the shape. So the trees of a ladder of limits are found at the largest learned shape, each
 when it is first needed; at any other shape the fitted profile decides exactly which of them fits, and regions are
 dissolved where the limit leaves room.
+
+Recomputes in parts are searched for at the shape itself, where nothing else fits or recomputes more than once.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Chooser:
             cover: The shape.
             limit_bytes: Limit over the bytes at the start of the step; the error bound of the prediction is left free.
         """
-        found = self._regions(cover, limit_bytes)
+        found = self._whole(cover, limit_bytes)
         if not self.options.operators or (found is not None and found[0].recomputes_once):
             return found
         divided = self._dividing(cover).solve(limit_bytes - self.family.spare_bytes(cover, limit_bytes))
@@ -80,7 +82,7 @@ class Chooser:
         base = Solver(self.family.profile(cover), self.options.cost)
         return Dividing(base, self.family.profile_in_parts(cover))
 
-    def _regions(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
+    def _whole(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
         """Return the result of `choose` without recomputes in parts."""
         solvers: dict[frozenset[int], Solver] = {}
 

@@ -25,8 +25,9 @@ from torchremat.planning.shapes.figures import (
     Figures,
     ProfileForm,
     figures_of,
-    figures_of_options,
     form_of,
+    option_figures,
+    rounded_up,
     with_figures,
     with_option_figures,
 )
@@ -166,18 +167,17 @@ class Family:
     def profile_in_parts(self, found: Cover) -> Profile:
         """Return the profile at a shape whose units may be recomputed in parts: cut as at the largest learned one."""
         if self._cuts is None:
-            largest = self.shapes.index(max(self.shapes, key=math.prod))
-            order = [largest, *(place for place in range(len(self.pair)) if place != largest)]
+            order = sorted(range(len(self.pair)), key=lambda place: -math.prod(self.shapes[place]))
             by_place = dict(zip(order, cut_options([self.pair[place].blocks for place in order]), strict=True))
             options = [by_place[place] for place in range(len(self.pair))]
-            self._cuts = options, np.array([figures_of_options(one) for one in options])
+            self._cuts = options, np.array([[*option_figures(one)] for one in options], np.float64)
         options, figures = self._cuts
         points = list(found.points)
         nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
         profile = self.profile(found)
         old, now = (one.units.trace.flops for one in (self.pair[nearest].blocks, profile))
-        cuts = with_option_figures(options[nearest], found.weights @ figures[points], now / old if old else 1.0)
-        return with_cuts(profile, cuts)
+        numbers = rounded_up(found.weights @ figures[points])
+        return with_cuts(profile, with_option_figures(options[nearest], numbers, now / old if old else 1.0))
 
     def fixed_bytes(self, found: Cover) -> int:
         """Return the live bytes before a step of a shape: the most that was found, with the inputs at this shape."""

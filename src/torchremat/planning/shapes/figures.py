@@ -108,35 +108,27 @@ def _figures(profile: Profile) -> Iterator[int]:
     for cost in profile.costs:
         yield cost.flops
         yield cost.flops_truncated
-    yield from _option_figures(profile.options)
+    yield from option_figures(profile.options)
     yield from profile.extra_bytes.values()
     yield from (profile.after_bytes[key] for key in profile.extra_bytes)
     yield profile.start_bytes
     yield profile.before.input_bytes
 
 
-def _option_figures(options: Options) -> Iterator[int]:
+def option_figures(options: Options) -> Iterator[int]:
+    """Yield the figures of options."""
     names = (*_OPTION_SIZES, "late_peak_bytes")
     return (cast(int, getattr(option, name)) for own in options for option in own for name in names)
 
 
-def figures_of_options(options: Options) -> Figures:
-    """Return the figures of options."""
-    return np.fromiter(_option_figures(options), np.float64)
-
-
-def with_option_figures(options: Options, figures: Figures, factor: float) -> Options:
+def with_option_figures(options: Options, numbers: Iterator[int], factor: float) -> Options:
     """Return options with other figures, and with `factor` times their seconds."""
-    return _with_option_figures(options, _sizes(figures), factor)
-
-
-def _with_option_figures(options: Options, sizes: Iterator[int], factor: float) -> Options:
     return tuple(
         tuple(
             replace(
                 one.slower(factor),
-                **{name: max(0, next(sizes)) for name in _OPTION_SIZES},
-                late_peak_bytes=next(sizes),  # over what is partly gone by then: below 0
+                **{name: max(0, next(numbers)) for name in _OPTION_SIZES},
+                late_peak_bytes=next(numbers),  # over what is partly gone by then: below 0
             )
             for one in own
         )
@@ -144,8 +136,8 @@ def _with_option_figures(options: Options, sizes: Iterator[int], factor: float) 
     )
 
 
-def _sizes(figures: Figures) -> Iterator[int]:
-    """Return figures as numbers, rounded up."""
+def rounded_up(figures: Figures) -> Iterator[int]:
+    """Yield figures as whole numbers."""
     return iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
 
 
@@ -154,7 +146,7 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
 
     Fractional figures are rounded up. Figures that cannot be negative are at least 0.
     """
-    numbers = _sizes(figures)
+    numbers = rounded_up(figures)
 
     def size() -> int:
         return max(0, next(numbers))
@@ -167,7 +159,7 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
     trace = replace(old, flops=flops, storage_bytes=storage_bytes, calls=calls)
     sizes = tuple(replace(one, **{name: size() for name in _SIZES}) for one in profile.sizes)
     costs = tuple(replace(cost.slower(factor), flops=size(), flops_truncated=size()) for cost in profile.costs)
-    options = _with_option_figures(profile.options, numbers, factor)
+    options = with_option_figures(profile.options, numbers, factor)
     units = profile.units
     return replace(
         profile,
