@@ -23,7 +23,7 @@ import torchremat
 from logs import Log
 from probes.memory import record_allocations
 from probes.regions import Observer, Region, Settings
-from torchremat import CheckpointError, MutationError, session
+from torchremat import CheckpointError, MutationError, Session, session
 from torchremat.extend import only_watches
 
 
@@ -260,6 +260,35 @@ def test_what_a_session_recomputes_ahead_is_whole(ahead):
     found = [x.grad, *(one.weight.grad for one in modules)]
     assert all(map(torch.equal, found, plain))
     assert [one.ran for one in modules] == ["abcd" + ("abcd" if ahead > place else "abcdab") for place in (1, 0)]
+
+
+class Told:
+    """Notes which recomputes are of whole regions."""
+
+    def __init__(self):
+        self.whole = []
+
+    def recomputing(self, number):
+        pass
+
+    def recomputed(self, number, region, *, is_whole):
+        self.whole.append(is_whole)
+
+    def dropped_too_early(self):
+        pass
+
+
+@pytest.mark.parametrize(("cuts", "ahead", "whole"), [((), 0, [True]), ((4, 7), 0, [False] * 3), ((4, 7), 1, [True])])
+def test_a_session_tells_whether_a_recompute_was_of_the_whole_region(cuts, ahead, whole):
+    module, told = Steps(), Told()
+    own = Session(watch=told)
+    with own.active():
+        loss = in_parts(module, cuts, torch.linspace(-1, 1, 4, requires_grad=True)).sum()
+        own.recompute(ahead)
+        loss.backward()
+    own.close()
+
+    assert told.whole == whole
 
 
 def test_what_fails_in_a_later_part_leaves_nothing_behind():
