@@ -147,6 +147,20 @@ def fully_sharded_and_gathered_ahead():
     at_all_budgets(model)
 
 
+def fully_sharded_in_parts():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for options in ({}, {"reshard_after_forward": False}, {"mp_policy": mixed}):
+        model, step = models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+
+        chosen = verified(model, Planner(model, step, cost="flops").plan("min"), step)
+
+        assert {unit for one in chosen.held if one.cuts for unit in one.units} == {2, 3, 4}
+
+
 def gradients(model):
     return [one.grad.full_tensor() for one in model.parameters()]
 
@@ -454,6 +468,7 @@ CASES = {
         fully_sharded_and_kept_gathered,
         fully_sharded_in_mixed_precision,
         fully_sharded_and_gathered_ahead,
+        fully_sharded_in_parts,
         a_forward_alone_leaves_nothing_gathered,
         planning_leaves_what_is_added_up,
         planning_leaves_what_is_not_summed_over_replicas,

@@ -26,7 +26,6 @@ from probes.planning import (
     mixed,
     profile_subject,
     store_sizes,
-    unit_operators,
     with_parts,
 )
 from probes.regions import Settings
@@ -64,8 +63,7 @@ def random_tree(units, rng, *, depth=3):
 
 def with_cuts(own):
     """The profile in which units may be recomputed in parts."""
-    cuts = tuple(cut_options(one) for one in unit_operators(own, "flops"))
-    return replace(own, options=cuts or ((),) * len(own.sizes))
+    return replace(own, options=cut_options([own])[0])
 
 
 def in_parts(own, tree, rng):

@@ -27,6 +27,18 @@ def adaptive(model):
     return made
 
 
+def learned(model, budget, **options):
+    made = Adaptive(model, step, budget=budget, cost="flops", **options)
+    made.learn(tokens(16), tokens(40), tokens(64))
+    return made
+
+
+def lowest(model, batch, **options):
+    """The peak of the plan that needs the least."""
+    adaptive = learned(model, fixed_bytes(model), over="warn", **options)
+    return adaptive._chosen(adaptive._look(batch), batch).peak_bytes
+
+
 def held(adaptive, batch):
     """What units hold in the plan for a batch."""
     return adaptive._chosen(adaptive._look(batch), batch).held
@@ -70,6 +82,23 @@ def test_calls_inside_of_such_blocks_are_watched_in_the_first_profile_alone(adap
     (family,) = families(adaptive)
 
     assert [pair.leaves is None for pair in family.pair] == [False, True, True]
+
+
+def test_blocks_are_recomputed_in_parts_where_nothing_else_fits():
+    model, batch = gpt(), tokens(207)
+    budget = int(0.9 * lowest(model, batch, operators=False))
+    adaptive = learned(model, budget)
+    step(model, batch).backward()
+    expected = gradients(model)
+
+    peak = peak_bytes(model, partial(adaptive, batch), batch)
+
+    assert all(one.cuts for one in held(adaptive, batch))
+    assert equal([parameter.grad for parameter in model.parameters()], expected)
+    gradients(model)
+    (own,) = adaptive.plans
+    assert own.peak_bytes == peak <= budget
+    assert lowest(model, batch) <= budget
 
 
 class Uneven(nn.Module):

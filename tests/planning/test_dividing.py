@@ -11,7 +11,7 @@ import models
 from planning.steps import profile
 from planning.test_partial_backward import ONE, SIDE
 from probes.memory import record_allocations
-from probes.planning import RegionNode, cut_options, kept, unit_operators
+from probes.planning import RegionNode, cut_options, kept
 from torchremat import BudgetWarning, Plan, PlanError, Planner, session
 
 
@@ -57,7 +57,7 @@ def step_peak(model, step):
 def test_cuts_come_where_the_peak_falls_most():
     own = profile(*chain()).blocks
 
-    found = cut_options(unit_operators(own, "flops")[0])
+    [(found,)] = cut_options([own])
 
     assert [(one.cuts, one.early_peak_bytes // ONE) for one in found] == [((4,), 6), ((4, 5), 5)]
 
@@ -75,6 +75,36 @@ def test_a_plan_recomputes_in_parts_below_what_fits_without():
     assert len(plan.held[0].cuts) + 1 == 4
     assert "in 4 parts" in str(plan)
     assert all(inside)
+    plain = gradients(model, step)
+    plan.apply(model)
+    assert all(map(torch.equal, gradients(model, step), plain))
+    assert planner.fixed_bytes + step_peak(model, step) == plan.peak_bytes
+    plan.remove(model)
+
+
+ROOTS = {
+    "one twice": lambda model, x: model(model(x)),
+    "two calls": lambda model, x: model(x) + model(x.flip(0)),
+    "submodules": lambda model, x: model[1](model[0](x)),
+    "a submodule twice": lambda model, x: model[1](model[0](model[0](x))),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_calls_of_several_roots_are_in_parts_alike(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(Chain(), Chain())
+    x, call = torch.randn(SIDE, SIDE), ROOTS[name]
+
+    def step(model):
+        return call(model, x).sum()
+
+    planner = Planner(model, step, cost="flops")
+
+    plan = planner.plan("min")
+
+    in_parts = {(plan.units[unit].name, one.cuts) for one in plan.held for unit in one.units}
+    assert len(in_parts) == 2 <= sum(len(one.units) for one in plan.held) == len(plan.units)
     plain = gradients(model, step)
     plan.apply(model)
     assert all(map(torch.equal, gradients(model, step), plain))
@@ -112,14 +142,14 @@ def test_operators_false_plans_whole_units():
     assert plan.held == ()
 
 
-def trained(model, step, optimizer, *, within=nullcontext):
+def trained(model, step, optimizer, *, within=nullcontext, retain_graph=False):
     """What three steps leave of the losses and of the parameters."""
     torch.manual_seed(1)
     losses = []
     for _ in range(3):
         with within():
             loss = step(model)
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -152,13 +182,29 @@ def test_a_plan_in_parts_trains_as_no_plan_does(case):
     assert all(map(torch.equal, found, plain))
 
 
-def test_a_session_is_exact_and_what_it_takes_above_the_budget_is_told():
+def test_a_session_has_the_gradients_and_the_peak_of_no_session():
+    model, step = gpt()
+    planner = Planner(model, step, cost="flops")
+    plan = planner.plan("min")
+    plain = gradients(model, step)
+    plan.apply(model)
+
+    with session():
+        found = gradients(model, step)
+
+    assert all(map(torch.equal, found, plain))
+    for passes in (None, 1):
+        with session(passes):
+            assert planner.fixed_bytes + step_peak(model, step) == plan.peak_bytes
+
+
+def test_what_a_session_takes_above_the_budget_is_told():
     model, step = gpt()
     twin = deepcopy(model)
-    plain, optimizer = trained(twin, step, adamw(twin)), adamw(model)
+    plain, optimizer = trained(twin, step, adamw(twin), retain_graph=True), adamw(model)
     Planner(model, step, optimizer=optimizer, cost="flops").plan("min").apply(model)
 
     with pytest.warns(BudgetWarning, match="above the budget"):
-        found = trained(model, step, optimizer, within=session)
+        found = trained(model, step, optimizer, within=session, retain_graph=True)
 
     assert all(map(torch.equal, found, plain))

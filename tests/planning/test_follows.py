@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from planning.steps import in_parts, mixtures, profile, random_loads, random_tre
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
 from stages.test_parts import GRAD, STAGES, forward
-from torchremat import Host, Session
+from torchremat import Host, Session, session
 from torchremat._compat.pipelining import run_input_part
 from torchremat.stages.parts import Parts
 from torchremat.stages.samples import received
@@ -121,15 +122,20 @@ def test_operators_that_are_held_are_what_the_simulator_says(name):
         assert not (found := first_difference(ours, simulated(own, tree))), f"{tree}\n{found}"
 
 
+@pytest.mark.parametrize("within", [nullcontext, partial(session, 1)], ids=["alone", "session"])
 @pytest.mark.parametrize("name", ["attention", "encoder layers", "loop", "transformer"])
-def test_recomputes_in_parts_are_what_the_simulator_says(name):
+def test_recomputes_in_parts_are_what_the_simulator_says(name, within):
     model, step = KINDS[name]()
     pair, rng, runs = profile(model, step), random.Random(name), []
+
+    def run():
+        with within():
+            run_backward(step(model))
 
     for own in map(with_cuts, [pair.blocks, *([pair.leaves] if pair.leaves else [])] * 3):
         tree = in_parts(own, random_tree(own.units, rng), rng)
 
-        ours = executed(lambda: run_backward(step(model)), model, own, tree)
+        ours = executed(run, model, own, tree)
 
         assert not (found := first_difference(ours, simulated(own, tree))), f"{tree}\n{found}"
         runs += [Counter(event for event in ours if event.endswith(", cut")).most_common(1)]
@@ -152,8 +158,8 @@ def test_regions_that_are_recomputed_ahead_are_what_the_simulator_says(name):
             run_backward(loss)
         session.close()
 
-    for own in mixtures(model, step, rng, 0) * 2:
-        tree = random_tree(own.units, rng)
+    for own in map(with_cuts, mixtures(model, step, rng, 0) * 2):
+        tree = in_parts(own, random_tree(own.units, rng), rng)
 
         ours = executed(run, model, own, tree)
 

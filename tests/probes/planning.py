@@ -44,7 +44,6 @@ from torchremat.planning.searches.options import options_of, options_with
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
-from torchremat.planning.searches.unit_operators import unit_operators
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover

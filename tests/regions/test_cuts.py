@@ -23,7 +23,7 @@ import torchremat
 from logs import Log
 from probes.memory import record_allocations
 from probes.regions import Observer, Region, Settings
-from torchremat import CheckpointError, MutationError, session
+from torchremat import CheckpointError, MutationError, Session, session
 from torchremat.extend import only_watches
 
 
@@ -201,19 +201,94 @@ def test_an_earlier_save_that_is_asked_for_first_brings_all_later_ones():
     assert torch.equal(late[0], x.detach().cos())
 
 
-def test_a_session_recomputes_all_parts_at_once():
+@pytest.mark.parametrize(
+    ("passes", "backwards", "ran"),
+    [(None, 1, "abcdab"), (None, 2, "abcd"), (1, 1, "abcdab"), (2, 2, "abcd")],
+)
+def test_a_session_recomputes_all_parts_at_once_where_they_would_stay(passes, backwards, ran):
     module = Steps()
-    plain = gradients(module, module)
+    plain = gradients(module, module, backwards=backwards)
     _ = module.ran
     torch.manual_seed(1)
     module.zero_grad()
     x = torch.linspace(-1, 1, 4, requires_grad=True)
 
-    with session():
-        in_parts(module, (4,), x).square().sum().backward()
+    with session(passes):
+        region = Region(Settings(cuts=(4,)))
+        loss = region.call(module, (x,), {}, [module]).square().sum()
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
 
-    assert module.ran == "abcdabcd"
+    assert module.ran == "abcd" + ran
     assert all(map(torch.equal, [x.grad, module.weight.grad], plain))
+    assert region.waiting.owners == {}
+
+
+def test_a_session_has_a_part_in_memory_at_a_time_unless_it_retains_the_graph():
+    x = torch.linspace(-1, 1, 1024, requires_grad=True, device="cpu")
+
+    def chain(t):
+        for _ in range(8):
+            t = t.tanh()
+        return t
+
+    def peak(passes, *, retains):
+        with session(passes):
+            output = Region(Settings(cuts=(4,))).call(chain, (x,), {}, [chain])
+            gradient = torch.ones_like(output)
+            with record_allocations(torch.device("cpu")) as recorder:
+                torch.autograd.grad(output, x, gradient, retain_graph=retains)
+        return recorder.trace.peak_bytes // x.nbytes
+
+    assert [peak(None, retains=True), peak(None, retains=False), peak(1, retains=True)] == [10, 6, 6]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_what_a_session_recomputes_ahead_is_whole(ahead):
+    modules = nn.ModuleList([Steps(), Steps()])
+    plain = gradients(lambda x: modules[1](modules[0](x)), modules)
+    _ = [one.ran for one in modules]
+    torch.manual_seed(1)
+    modules.zero_grad()
+    x = torch.linspace(-1, 1, 4, requires_grad=True)
+
+    with session(1) as own:
+        loss = in_parts(modules[1], (4,), in_parts(modules[0], (4,), x)).square().sum()
+        assert own.recompute(ahead) == ahead
+        loss.backward()
+
+    found = [x.grad, *(one.weight.grad for one in modules)]
+    assert all(map(torch.equal, found, plain))
+    assert [one.ran for one in modules] == ["abcd" + ("abcd" if ahead > place else "abcdab") for place in (1, 0)]
+
+
+class Told:
+    """Notes which recomputes are of whole regions."""
+
+    def __init__(self):
+        self.whole = []
+
+    def recomputing(self, number):
+        pass
+
+    def recomputed(self, number, region, *, is_whole):
+        self.whole.append(is_whole)
+
+    def dropped_too_early(self):
+        pass
+
+
+@pytest.mark.parametrize(("cuts", "ahead", "whole"), [((), 0, [True]), ((4, 7), 0, [False] * 3), ((4, 7), 1, [True])])
+def test_a_session_tells_whether_a_recompute_was_of_the_whole_region(cuts, ahead, whole):
+    module, told = Steps(), Told()
+    own = Session(watch=told)
+    with own.active():
+        loss = in_parts(module, cuts, torch.linspace(-1, 1, 4, requires_grad=True)).sum()
+        own.recompute(ahead)
+        loss.backward()
+    own.close()
+
+    assert told.whole == whole
 
 
 def test_what_fails_in_a_later_part_leaves_nothing_behind():

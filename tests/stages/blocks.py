@@ -1,4 +1,4 @@
-"""A block whose activations are larger than its input, and that counts its calls; two with a skip between them."""
+"""A block whose activations are larger than its input, and that counts its calls; a long one; two with a skip."""
 
 from torch import nn
 from torch.nn import functional
@@ -22,6 +22,17 @@ class Block(nn.Module):
     def forward(self, x):
         self.ran.up()
         return x + self.down(functional.gelu(self.up(x)))
+
+
+class Long(Block):
+    """Saves one tensor after the other, so that a recompute in parts has fewer of them in memory."""
+
+    def forward(self, x):
+        self.ran.up()
+        x = self.up(x)
+        for _ in range(8):
+            x = x.tanh()
+        return self.down(x)
 
 
 @skippable(stash=["skip"])

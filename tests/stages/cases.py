@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from logs import Count
 from probes.memory import record_allocations
-from stages.blocks import Block
+from stages.blocks import Block, Long
 from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
 from torchremat.pipeline import StagePlanner, attach, plan_stages
 from versions import NEEDS_OWN_SENDS, skip_unless
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class Program:
     """A schedule with two stages, one in each process, or four, two in each: looped, or back again as in a V."""
 
-    def __init__(self, name):
+    def __init__(self, name, block=Block):
         pipelining = import_module("torch.distributed.pipelining")
         rank = dist.get_rank()
         is_single = name in ("ScheduleGPipe", "Schedule1F1B")
@@ -34,7 +34,7 @@ class Program:
         self.modules = []
         for number in here:
             torch.manual_seed(number)
-            self.modules.append(nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS))))
+            self.modules.append(nn.Sequential(*(block(WIDTH) for _ in range(BLOCKS))))
         self.stages = [
             pipelining.PipelineStage(module, number, count, CPU)
             for module, number in zip(self.modules, here, strict=True)
@@ -73,9 +73,9 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
 
 
-def planned(name, budget, **lookahead):
+def planned(name, budget, block=Block, **lookahead):
     """Plan for a budget, and measure; with the look-ahead that planner and `attach` have by default, or without."""
-    program = Program(name)
+    program = Program(name, block)
     expected = [one.clone() for one in program.gradients()]
     plans = StagePlanner(program.schedule, program.step, cost="flops", **lookahead).plan(budget)
     mine = plans.devices[dist.get_rank()]
@@ -134,6 +134,22 @@ def one_forward_one_backward():
     assert plans[0].plan is not None
     assert plans[1].plan is None
     assert plans[0].kept_bytes < plans[1].kept_bytes
+
+
+def in_parts():
+    plans = planned("Schedule1F1B", "min", Long, lookahead=False)
+    assert all(any(held.cuts for held in one.plan.held) for one in plans)
+
+    # What is recomputed ahead is whole. The last stage waits for no gradient.
+    plans = planned("Schedule1F1B", "min", Long)
+    assert [any(held.cuts for held in one.plan.held) for one in plans] == [False, True]
+
+    # The input part of a backward keeps what weights need.
+    plans = planned("ScheduleInterleavedZeroBubble", "min", Long, lookahead=False)
+    assert not any(held.cuts for one in plans for held in one.plan.held)
+    program = Program("ScheduleInterleavedZeroBubble", Long)
+    with pytest.raises(BudgetError, match="recompute whole blocks, not parts of them, since their backward is split"):
+        plan_stages(program.schedule, program.step, budget="1KiB", lookahead=False)
 
 
 def interleaved():
@@ -217,6 +233,7 @@ CASES = {
         gpipe,
         a_lookahead_that_was_not_counted,
         one_forward_one_backward,
+        in_parts,
         interleaved,
         zero_bubble,
         zero_bubble_in_a_v,

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from pipeline.inline import cells_inline
 from probes.memory import record_allocations
-from stages.blocks import Block
+from stages.blocks import Block, Long
 from torchremat import Pipe
 from torchremat.pipeline import StagePlanner
 
@@ -67,9 +67,9 @@ def shares(layers, balance, chunks, x, loss=square):
         yield first / plans.devices[0].peak_bytes
 
 
-def blocks(count, width):
+def blocks(count, width, kind=Block):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(count)))
+    return nn.Sequential(*(kind(width) for _ in range(count)))
 
 
 # Each number of stages meets each size, and each size each number of microbatches.
@@ -95,6 +95,27 @@ def test_peaks_are_as_predicted(balance, chunks, rows, width):
     # The gradient of all outputs counts while the last stage runs. That of one microbatch goes in the midst of it.
     least = 0.98 if chunks == 1 else 0.999
     assert all(least <= share <= 1 for share in found), found
+
+
+@pytest.mark.parametrize("balance", [[4], [2, 2]])
+def test_recomputes_in_parts(balance):
+    x = torch.randn(192, 16)
+    pipe, planner = planned(blocks(4, 16, Long), balance, 4, x)
+    plans = planner.plan("min")
+
+    assert any(held.cuts for one in plans if one.plan for held in one.plan.held)
+    expected = trained(pipe, x)
+    plans.apply(pipe)
+    assert all(map(torch.equal, trained(pipe, x), expected))
+    found = list(shares(blocks(4, 16, Long), balance, 4, x))
+    assert all(0.999 <= share <= 1 for share in found), found
+
+
+def trained(pipe, x):
+    """The gradients of a step."""
+    pipe.zero_grad()
+    square(pipe(x)).backward()
+    return [parameter.grad for parameter in pipe.parameters()]
 
 
 def test_gradients_that_are_added_in_place():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torchremat.planning.profiles.units import Unit, Units
-from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, rebuilt
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept, rebuilt
 
 # A call as a scope identifies it, and the calls of some consecutive units as one scope identifies them.
 Key = tuple[str, int]
@@ -36,11 +36,19 @@ def fitted(units: Units, tree: Tree) -> Tree:
         for node in known:
             moved = _shifted(node, row.start - start)
             if alone[moved.first]:
-                kept = moved if isinstance(moved, KeepNode) else RegionNode((KeepNode(moved.first),))
-                chosen = of_key.setdefault(units.units[moved.first].keys[0], kept)
+                own_node = moved if isinstance(moved, KeepNode) else _alone(next(kept((moved,))))
+                chosen = of_key.setdefault(units.units[moved.first].keys[0], own_node)
                 moved = _shifted(chosen, moved.first - chosen.first)
             result.append(moved)
     return tuple(result)
+
+
+def same_calls(units: Units) -> list[list[int]]:
+    """Return the units: together those that are one call in different calls of a root, which are treated alike."""
+    found = dict[Keys, list[int]]()
+    for unit, own in enumerate(units.units):
+        found.setdefault((own.keys,), []).append(unit)
+    return list(found.values())
 
 
 def by_shard(units: Units, tree: Tree) -> Tree:
@@ -80,16 +88,24 @@ def _parted(tree: Tree, labels: Sequence[str]) -> Tree:
     def parted(inside: Tree) -> Tree:
         if len(set(labels[inside[0].first : inside[-1].last + 1])) == 1:
             return (RegionNode(inside),)
-        return tuple(child if isinstance(child, RegionNode) else RegionNode((child,)) for child in inside)
+        return tuple(map(_alone, inside))
 
     return rebuilt(tree, region=lambda _, inside: parted(inside))
+
+
+def _alone(node: Node) -> Node:
+    """Return a node as a region. A unit with an option is one by itself, and needs none around it."""
+    first = node.children[0] if isinstance(node, RegionNode) and len(node.children) == 1 else node
+    if isinstance(first, KeepNode) and first.option:
+        return first
+    return node if isinstance(node, RegionNode) else RegionNode((node,))
 
 
 def _within(tree: Tree, row: range) -> Tree:
     return rebuilt(
         tree,
         stage=lambda keep: (keep,) if keep.stage in row else (),
-        region=lambda _, inside: (RegionNode(inside),) if inside else (),
+        region=lambda _, inside: (_alone(RegionNode(inside)),) if inside else (),
     )
 
 

@@ -21,7 +21,7 @@ one part is there at a time, for one more forward of what lies before each cut.
     recompute     ██  ██  ██                 s2 is asked for: runs up to the save of s2
 
 The inputs stay until the last part: inside another region, the slots of that one keep them (`Now.is_partial`).
-Sessions declare who asks for what, and when: they recompute all parts at once, as does code that needs the output.
+All parts come at once where they would stay (`Session.keeps`), ahead of the gradient, and where code needs the output.
 
 NOTE [ Modules that wait to be made ]
 A `Lazy*` layer makes its parameters in its first forward and becomes another class, which cannot be undone. That call
@@ -265,11 +265,11 @@ class Region(Recomputable):
             return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
 
     def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> Refill:
-        session, cuts = key if isinstance(key, Session) else None, self.settings.cuts
+        session = key if isinstance(key, Session) else None
         filled = self.waiting.owners.get(key)
         if filled is not None and index >= filled and (session is None or not session.dropped_too_early()):
             return self._recompute(key, index)
-        first = first_filled(index, cuts) if cuts and session is None else 0
+        first = 0 if session is not None and session.keeps() else first_filled(index, self.settings.cuts)
         try:
             if session is not None:
                 session.recomputing(self)
@@ -280,7 +280,7 @@ class Region(Recomputable):
             raise
         self.waiting.owners[key] = first
         if session is not None:
-            session.owns(self)
+            session.owns(self, is_whole=not first and filled is None)
         elif filled is None:
             at_end_of_backward(partial(_forget, ref(self), key))
         return done

@@ -12,7 +12,14 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import Protocol, cast
 from weakref import WeakSet, ref
 
-from torchremat._compat.autograd import get_from_tls, is_in_tls, leads_elsewhere, remove_from_tls, stash_in_tls
+from torchremat._compat.autograd import (
+    get_from_tls,
+    is_in_tls,
+    leads_elsewhere,
+    remove_from_tls,
+    retains_graph,
+    stash_in_tls,
+)
 from torchremat.errors import UnsupportedError
 from torchremat.regions.slots import Recomputable, waits
 
@@ -47,8 +54,8 @@ class Watch(Protocol):
         """A region is about to be recomputed."""
         ...
 
-    def recomputed(self, number: int, region: Recomputable) -> None:
-        """The region has been recomputed, and all recomputed tensors are in memory."""
+    def recomputed(self, number: int, region: Recomputable, *, is_whole: bool) -> None:
+        """The region has been recomputed: all of it is in memory, or a part. See NOTE [ A recompute in parts ]."""
         ...
 
     def dropped_too_early(self) -> None:
@@ -128,6 +135,10 @@ class Session:
         """Whether a recompute now serves all later backward calls."""
         return self.serves_all or self.drops or self.passes == 1
 
+    def keeps(self) -> bool:
+        """Return whether tensors that are recomputed for the running backward stay for another one."""
+        return self.passes != 1 and retains_graph()
+
     def created(self, region: Recomputable) -> None:
         """Remember a region that was made inside the session."""
         if not self.unpacks_once:  # such a session outlives its block, and is never asked to recompute ahead
@@ -143,11 +154,11 @@ class Session:
         if self.watch is not None:
             self.watch.recomputing(self._number(region))
 
-    def owns(self, region: Recomputable) -> None:
-        """Remember a region whose recomputed tensors the session holds."""
+    def owns(self, region: Recomputable, *, is_whole: bool) -> None:
+        """Remember a region whose recomputed tensors the session holds, all of them or those of a part."""
         self._recomputed.add(region)
         if self.watch is not None:
-            self.watch.recomputed(self._number(region), region)
+            self.watch.recomputed(self._number(region), region, is_whole=is_whole)
 
     def _number(self, region: Recomputable) -> int:
         return next((number for number, one in enumerate(self._created) if one() is region), -1)

@@ -94,7 +94,7 @@ class _Unneeded:
     def recomputing(self, number: int) -> None:
         """See `Watch`."""
 
-    def recomputed(self, number: int, region: Recomputable) -> None:
+    def recomputed(self, number: int, region: Recomputable, *, is_whole: bool) -> None:
         """See `Watch`."""
 
     def dropped_too_early(self) -> None:

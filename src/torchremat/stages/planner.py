@@ -26,6 +26,7 @@ from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
+from torchremat.planning.searches.search import Search
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
@@ -137,23 +138,28 @@ class _Planned:
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
         self._planners = {sample.stage: _planner(sample, site, options) for sample in site.samples}
         self._parts = {
-            one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.pair).predict
+            one.stage: Parts(one.module, one.ends, self._search(one.stage).pair).predict
             for one in site.samples
             if one.ends is not None
         }
         self._sums = {
-            one.stage: Sums(one.module, one.step, self._planners[one.stage].solver.pair, site.microbatches).predict
+            one.stage: Sums(
+                one.module, one.step, self._planners[one.stage].solver.pair_in_parts, site.microbatches
+            ).predict
             for one in site.samples
             if one.added
         }
         self.microbatches = site.microbatches
+
+    def _search(self, stage: int) -> Search:
+        return self._planners[stage].solver
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:
         with heap_set_aside():
             return {
                 one.stage: shares(
-                    self._planners[one.stage].solver,
+                    self._search(one.stage),
                     self._parts.get(one.stage),
                     self._sums.get(one.stage),
                     ahead=one.ahead,
@@ -248,7 +254,18 @@ class _Planned:
             f"that works: {floor} bytes ({format_bytes(floor)}). {format_bytes(self._before_bytes)} of it are "
             f"parameters, gradients{state}, and {format_bytes(self.site.boundary_bytes)} lie between the stages; "
             f"of microbatches, {held} at a time. Smaller microbatches lower what is left; so do more stages."
+            + self._recomputed_whole
         )
+
+    @property
+    def _recomputed_whole(self) -> str:
+        """Words on the stages that cannot be recomputed in parts, which would need less."""
+        split = [one.stage for one in self.site.samples if one.ends is not None]
+        ahead = [one.stage for one in self.site.samples if one.ahead]
+        if split:
+            return f" Stages {split} recompute whole blocks, not parts of them, since their backward is split in two."
+        told = "With `lookahead=False`, here and in `attach`, it may recompute parts of blocks"
+        return f" Stages {ahead} recompute whole blocks ahead of the gradient. {told}." if ahead else ""
 
 
 def _kept_by_device(before: BytesBefore) -> int:
@@ -288,11 +305,9 @@ def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: 
 
 def _planner(sample: Sample, site: Site, options: PlanOptions) -> Planner:
     try:
-        planner = Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
+        return Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
-    planner.solver.dividing = None  # sessions, which run the stages, recompute all parts at once
-    return planner
 
 
 def _shared_bytes(modules: Sequence[nn.Module]) -> int:

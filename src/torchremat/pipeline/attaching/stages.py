@@ -150,13 +150,13 @@ class _RecomputeWatch:
         self._running = self.sessions._recorder.event(self.sessions.index, self.microbatch, "recompute")
         self._running.__enter__()
 
-    def recomputed(self, number: int, region: Recomputable) -> None:
-        """Record the recompute, and the memory that it has added if it is the first of that region."""
+    def recomputed(self, number: int, region: Recomputable, *, is_whole: bool) -> None:
+        """Record the recompute, and the memory that it has added if it is the first of that whole region."""
         sessions = self.sessions
         running, self._running = self._running, None
         if running is not None:
             running.__exit__(None, None, None)
-        if sessions._weighs and number not in sessions.costs:
+        if is_whole and sessions._weighs and number not in sessions.costs:
             session = sessions.get(self.microbatch)
             if session is not None:
                 sessions.costs[number] = footprint_bytes(region, session)

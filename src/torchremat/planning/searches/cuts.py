@@ -14,16 +14,23 @@ Missing on purpose: parts of units that also hold operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
+from torchremat.errors import bug
 from torchremat.planning.devices.overheads import NOMINAL
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import nominal_seconds
+from torchremat.planning.roots import same_calls
 from torchremat.planning.searches.flows import save_positions
-from torchremat.planning.searches.unit_operators import UnitOperators
+from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
 from torchremat.planning.simulator.points import OptionBytes
+from torchremat.planning.simulator.simulator import Options
+from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import evaluate
 
 _MOST_CUTS = 3
@@ -32,14 +39,59 @@ _LEAST_GAIN = 0.02
 # The cuts that are tried first, by the bytes that they divide.
 _MOST_TRIED = 24
 
+# The saves that begin a part, without the first save: see `Settings.cuts`.
+Cuts: TypeAlias = tuple[int, ...]
 
-def cut_options(own: UnitOperators) -> tuple[OptionBytes, ...]:
-    """Return the ways of recomputing a unit in parts, with one cut and more, the peak falling; empty if there is none.
+
+def with_cuts(profile: Profile, cuts: Options) -> Profile:
+    """Return a profile with more options of its units."""
+    had = profile.options or ((),) * len(cuts)
+    return replace(profile, options=tuple((*own, *more) for own, more in zip(had, cuts, strict=True)))
+
+
+def cut_options(profiles: Sequence[Profile], search_budget: SearchBudget | None = None) -> list[Options]:
+    """Return by profile and unit the ways of recomputing the unit in parts, with rising numbers of cuts.
+
+    Where to cut is searched for once among units that run and save the same. One plan serves all calls of a root, so a
+    unit is cut alike in all of them.
 
     Args:
-        own: The operators of the unit.
+        profiles: Profiles of one form. They are cut alike, where that lowers the peak of the first one most.
+        search_budget: The time limit; units after that are not cut.
     """
-    return tuple(_Cuts(own).options()) if own.has_options else ()
+    search_budget = SearchBudget() if search_budget is None else search_budget
+    units = [
+        {own.unit: _UnitInParts(own) for own in unit_operators(one, "flops") if own.has_options} for one in profiles
+    ]
+    known, cuts = profiles[0].units, dict[object, list[Cuts]]()
+    found = [dict[int, tuple[OptionBytes, ...]]() for _ in profiles]
+    for same in search_budget.parts(same_calls(known)):
+        if search_budget.is_over:
+            break
+        first, signature = same[0], known.signature(same[0])
+        is_known = all(own.keys() >= {*same} for own in units)
+        if not is_known or len({own[first].form for own in units}) > 1:
+            continue
+        if signature not in cuts:
+            cuts[signature] = [option.cuts for option in units[0][first].options()]
+        alike = iter(_options([own[unit] for own in units for unit in same], cuts[signature]))
+        for options in found:
+            options.update(zip(same, alike, strict=False))
+    return [tuple(options.get(unit, ()) for unit, _ in enumerate(known.units)) for options in found]
+
+
+def cut_at(own: UnitOperators, cuts: Cuts) -> OptionBytes:
+    """Return a unit in parts with cuts that it has in another profile of the same step."""
+    option = _UnitInParts(own).option(cuts)
+    if option is None:
+        raise bug(f"unit {own.unit} has cuts {cuts}, and cannot be cut so when its step is watched again")
+    return option
+
+
+def _options(units: Sequence[_UnitInParts], cuts: Iterable[Cuts]) -> list[tuple[OptionBytes, ...]]:
+    """Return for each of some units its options with these cuts, without those that not all of the units have."""
+    having = [own for one in cuts if None not in (own := [unit.option(one) for unit in units])]
+    return [tuple(option for own in having if (option := own[place]) is not None) for place in range(len(units))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +102,9 @@ class _PartNeed:
     ends: int
 
 
-class _Cuts:
+class _UnitInParts:
+    """The ways of recomputing one unit in parts."""
+
     def __init__(self, own: UnitOperators) -> None:
         self._own = own
         profile, unit = own.profile, own.unit
@@ -62,19 +116,25 @@ class _Cuts:
         self._needs: dict[range, _PartNeed] = {}
 
     def options(self) -> Iterator[OptionBytes]:
+        """Yield options with rising numbers of cuts, each with one more where the peak falls most."""
         if not self._is_known:
             return
-        cuts = tuple[int, ...]()
+        cuts: Cuts = ()
         peak = self._size.truncated_peak_bytes, self._bytes_of(self._freed) + int(self._whole.max())
         least, tried = max(peak), self._tried
         while len(cuts) < _MOST_CUTS:
             more = [tuple(sorted((*cuts, cut))) for cut in tried if cut not in cuts]
-            found = [(self._peak(option), option) for one in more if (option := self._option(one)) is not None]
+            found = [(self._peak(option), option) for one in more if (option := self._option(one))]
             best = min(found, key=lambda one: one[0], default=None)
             if best is None or best[0] > (1 - _LEAST_GAIN) * least:
                 return
             (least, option), cuts = best, best[1].cuts
             yield option
+
+    @property
+    def form(self) -> Dataflow:
+        """The operators without the parts that depend on shapes."""
+        return self._own.form
 
     @cached_property
     def _is_known(self) -> bool:
@@ -116,8 +176,12 @@ class _Cuts:
         late = self._bytes_of(self._freed) + option.late_peak_bytes
         return max(option.early_peak_bytes, option.recompute_peak_bytes, late)
 
-    def _option(self, cuts: tuple[int, ...]) -> OptionBytes | None:
-        """Return a unit with these cuts; None if backward asks for a part before it is done with a later one."""
+    def option(self, cuts: Cuts) -> OptionBytes | None:
+        """Return the unit with these cuts; None if it cannot be cut so."""
+        return self._option(cuts) if self._is_known else None
+
+    def _option(self, cuts: Cuts) -> OptionBytes | None:
+        """Return the unit with these cuts; None if backward asks for a part before it is done with a later one."""
         parts = [range(*pair) for pair in pairwise((0, *cuts, len(self._positions)))][::-1]
         asked = self._backward.asked_at
         firsts = [min((at for save in part if (at := asked.get(save)) is not None), default=-1) for part in parts]

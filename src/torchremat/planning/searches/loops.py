@@ -31,7 +31,7 @@ _MOST_UNITS = 32
 
 # Up to so many units the tables of a chain of units have fine slots, and up to so many they take half a minute. In such
 # a chain a region may begin and end anywhere; between, that matters only where steps have several units.
-_FINE = 160
+MOST_FINE = 160
 _MOST = 500
 
 
@@ -73,7 +73,7 @@ def have_parts(loops: Sequence[FoundLoop]) -> bool:
 
 def are_long(units: Units, loops: Sequence[FoundLoop]) -> bool:
     """Whether a chain of steps takes the place of the chain of units: that would take too long, or is no better."""
-    return bool(loops) and len(units.units) > (_MOST if have_parts(loops) else _FINE)
+    return bool(loops) and len(units.units) > (_MOST if have_parts(loops) else MOST_FINE)
 
 
 def stages_of(units: Units, loops: Sequence[FoundLoop]) -> tuple[range, ...]:

@@ -93,6 +93,10 @@ def shares(
     found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
     found.pop(id(search.plain), None)
     others = _undominated(_share(candidate, parts, sums, ahead) for candidate in found.values())
+    if search.dividing is not None and parts is None and not ahead:  # which recompute whole units
+        trees = [one.candidate.tree for one in others if one.candidate.profile is search.blocks.profile]
+        finer = [_share(candidate, parts, sums, ahead) for candidate in search.dividing.finer(trees)]
+        others = _undominated([*others, *finer])
     return (_share(search.plain, parts, sums, ahead), *others)
 
 

@@ -14,6 +14,7 @@ from torchremat.measuring.step_record import Run
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, RunCost
+from torchremat.planning.searches.cuts import cut_at
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.unit_operators import UnitOperators, unit_operators
 from torchremat.planning.simulator.points import OptionBytes
@@ -63,14 +64,17 @@ def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost
 
 
 def options_like(options: Options, profile: Profile) -> Options:
-    """Return the options that hold the same operators as given ones, in a profile of the same step.
+    """Return the options with the operators or the cuts of given ones, in a profile of the same step.
 
     Args:
         options: Options of another profile, by unit.
         profile: The profile to read the bytes from.
     """
     units = unit_operators(profile, "flops") if options else []
-    return tuple(tuple(map(own.like, found)) for own, found in zip(units, options, strict=False))
+    return tuple(
+        tuple(cut_at(own, option.cuts) if option.cuts else own.like(option) for option in found)
+        for own, found in zip(units, options, strict=False)
+    )
 
 
 def _found(

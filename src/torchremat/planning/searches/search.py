@@ -88,6 +88,11 @@ class Search:
         )
 
     @property
+    def pair_in_parts(self) -> ProfilePair:
+        """The profile with the options of units that are recomputed in parts, if there may be any."""
+        return self.pair if self.dividing is None else replace(self.pair, blocks=self.dividing.profile)
+
+    @property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
         return self.blocks.plain
@@ -168,16 +173,13 @@ class Search:
                 found += [] if one is None else [(one.cost, one)]
                 if found:
                     self.search_budget.found(_best(found).slowdown)
-        if self.dividing is not None and not (found and self._recomputes_once(_best(found))):
+        is_enough = found and (self.search_budget.is_over or _best(found).recomputes_once)
+        if self.dividing is not None and not is_enough:
             divided = self.dividing.solve(limit_bytes)
             found += [] if divided is None else [(divided.cost, divided)]
         if not found:
             return self.floor if self.floor.prediction.peak_bytes <= limit_bytes else None
         return _best(found)
-
-    def _recomputes_once(self, found: Candidate) -> bool:
-        """Whether no more units run again than there are: recomputes in parts are never cheaper than that."""
-        return self.search_budget.is_over or found.prediction.calls <= len(found.profile.units.units)
 
     @cached_property
     def floor(self) -> Candidate:

@@ -354,7 +354,7 @@ class Adaptive(Generic[B]):
         family = chosen.family
         chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
         found = family.cover(look.shape, exact=True) or chosen.cover
-        rise_bytes = predict(family.profile(found, chosen.split), chosen.tree).peak_bytes
+        rise_bytes = predict(chosen.profile(found), chosen.tree).peak_bytes
         predicted_bytes = family.fixed_bytes(found) + rise_bytes
         over_bytes = measured_bytes - predicted_bytes - found.noise_bytes
         if over_bytes > 0 and not self._classes.knows(look):

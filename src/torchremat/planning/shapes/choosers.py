@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.searches.dividing import Dividing
 from torchremat.planning.searches.granularity import divisible
 from torchremat.planning.searches.options import selections_of
 from torchremat.planning.searches.search import Search
@@ -75,6 +76,23 @@ class Chooser:
             cover: The shape.
             limit_bytes: Limit over the bytes at the start of the step; the error bound of the prediction is left free.
         """
+        found = self._whole(cover, limit_bytes)
+        if not self.options.operators or (found.fits and found.candidate.recomputes_once):
+            return found
+        # Trees with recomputes in parts.
+        dividing = Dividing(Solver(self.family.profile(cover), self.options.cost), self.family.profile_in_parts(cover))
+        divided = dividing.solve(limit_bytes - self.family.spare_bytes(cover, limit_bytes))
+        if divided is not None:
+            return found if found.fits and found.candidate.cost <= divided.cost else ChosenTree(candidate=divided)
+        if found.fits:
+            return found
+        lowest = dividing.floor
+        if lowest is None or lowest.prediction.peak_bytes >= found.candidate.prediction.peak_bytes:
+            return found
+        return ChosenTree(candidate=lowest, fits=False)
+
+    def _whole(self, cover: Cover, limit_bytes: int) -> ChosenTree:
+        """Return the result of `choose` without recomputes in parts."""
         solvers: dict[frozenset[int], Solver] = {}
 
         def judged(found: FoundTree) -> Candidate:

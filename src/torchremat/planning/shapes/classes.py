@@ -10,6 +10,7 @@ from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import Calls, HeldOperators, calls_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family
@@ -92,6 +93,12 @@ class ShapeClass:
     def has_regions(self) -> bool:
         """Whether anything is recomputed."""
         return bool(self.held) or any(isinstance(node, RegionNode) for node in self.tree)
+
+    def profile(self, cover: Cover) -> Profile:
+        """Return the profile at a shape that the tree is for."""
+        if any(one.cuts for one in self.held):
+            return self.family.profile_in_parts(cover)
+        return self.family.profile(cover, self.split)
 
     @property
     def planned(self) -> PlannedShape:

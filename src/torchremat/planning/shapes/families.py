@@ -18,10 +18,20 @@ from torchremat.errors import StepError
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.cuts import cut_options, with_cuts
 from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.searches.options import Selections, options_with
-from torchremat.planning.shapes.figures import Figures, ProfileForm, figures_of, form_of, with_figures
+from torchremat.planning.shapes.figures import (
+    Figures,
+    ProfileForm,
+    figures_of,
+    figures_of_options,
+    form_of,
+    with_figures,
+    with_option_figures,
+)
 from torchremat.planning.shapes.fits import Cover, Shape, cover
+from torchremat.planning.simulator.simulator import Options
 
 # How far beyond the shapes seen a fit is trusted: four times, in every dimension.
 _REACH_OCTAVES = 2.0
@@ -59,6 +69,8 @@ class Family:
         self._mixable: list[ProfilePair] = []
         # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
         self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
+        # The ways of recomputing units in parts at the learned shapes, and their figures as rows, once needed.
+        self._cuts: tuple[list[Options], Figures] | None = None
         # The last requested profiles, by shape and by the calls that are split.
         self._fitted: dict[tuple[Shape, frozenset[int]], Profile] = {}
 
@@ -94,6 +106,7 @@ class Family:
         self._mixable = [aligned(own) for own in pair]
         self._figures.clear()
         self._fitted.clear()
+        self._cuts = None
 
     @property
     def state(self) -> tuple[int, float]:
@@ -149,6 +162,21 @@ class Family:
         points = list(found.points)
         nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
         return with_figures(profiles[nearest], found.weights @ figures[points])
+
+    def profile_in_parts(self, found: Cover) -> Profile:
+        """Return the profile at a shape whose units may be recomputed in parts: cut as at the largest learned one."""
+        if self._cuts is None:
+            order = sorted(range(len(self.pair)), key=lambda place: -math.prod(self.shapes[place]))
+            by_place = dict(zip(order, cut_options([self.pair[place].blocks for place in order]), strict=True))
+            options = [by_place[place] for place in range(len(self.pair))]
+            self._cuts = options, np.array([figures_of_options(one) for one in options])
+        options, figures = self._cuts
+        points = list(found.points)
+        nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
+        profile = self.profile(found)
+        old, now = (one.units.trace.flops for one in (self.pair[nearest].blocks, profile))
+        cuts = with_option_figures(options[nearest], found.weights @ figures[points], now / old if old else 1.0)
+        return with_cuts(profile, cuts)
 
     def fixed_bytes(self, found: Cover) -> int:
         """Return the live bytes before a step of a shape: the most that was found, with the inputs at this shape."""

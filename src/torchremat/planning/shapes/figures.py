@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +21,11 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.simulator.points import OptionBytes, UnitBytes
+from torchremat.planning.simulator.simulator import Options
 
 Figures = NDArray[np.float64]
+
+_Other = Callable[[int], int]
 
 Sized = TypeVar("Sized", UnitBytes, OptionBytes)
 
@@ -30,6 +34,8 @@ _SIZED = {
     kind: [one.name for one in fields(kind) if one.name.endswith("_bytes") or one.name == "flops"]
     for kind in (UnitBytes, OptionBytes)
 }
+# Over what is partly gone by then.
+_BELOW_0 = "late_peak_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +82,7 @@ def _profile_form(profile: Profile) -> tuple[object, ...]:
 
 def figures_of(profile: Profile) -> Figures:
     """Return the figures of a profile."""
-    found: list[int] = []
-
-    def noted(figure: int) -> int:
-        found.append(figure)
-        return figure
-
-    _mapped(profile, noted)
-    return np.array(found, np.float64)
+    return _noted(partial(_mapped, profile))
 
 
 def with_figures(profile: Profile, figures: Figures) -> Profile:
@@ -91,18 +90,41 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
 
     Fractional figures are rounded up. Figures that cannot be negative are at least 0.
     """
+    return _mapped(profile, _read(figures))
+
+
+def figures_of_options(options: Options) -> Figures:
+    """Return the figures of options."""
+    return _noted(partial(_mapped_options, options))
+
+
+def with_option_figures(options: Options, figures: Figures, factor: float) -> Options:
+    """Return options with other figures, as `with_figures` does, and with `factor` times their seconds."""
+    return _mapped_options(options, _read(figures), factor)
+
+
+def _noted(mapped: Callable[[_Other], object]) -> Figures:
+    """Return the figures that are asked for, each of which stays."""
+    found: list[int] = []
+
+    def other(figure: int) -> int:
+        found.append(figure)
+        return figure
+
+    mapped(other)
+    return np.array(found, np.float64)
+
+
+def _read(figures: Figures) -> _Other:
     numbers = iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
-    return _mapped(profile, lambda _: next(numbers))
+    return lambda _: next(numbers)
 
 
-def _mapped(profile: Profile, other: Callable[[int], int]) -> Profile:
+def _mapped(profile: Profile, other: _Other) -> Profile:
     """Return a profile with another figure in place of each, in an order that the form fixes."""
 
     def size(figure: int) -> int:
         return max(0, other(figure))
-
-    def sized(own: Sized) -> Sized:
-        return replace(own, **{name: size(getattr(own, name)) for name in _SIZED[type(own)]})
 
     units, old = profile.units, profile.units.trace
     flops = size(old.flops)
@@ -117,12 +139,12 @@ def _mapped(profile: Profile, other: Callable[[int], int]) -> Profile:
         profile,
         backwards={},
         units=Units(trace=trace, roots=units.roots, units=units.units, others=units.others, opened=units.opened),
-        sizes=tuple(map(sized, profile.sizes)),
+        sizes=tuple(_sized(own, other) for own in profile.sizes),
         costs=tuple(
             replace(cost.slower(factor), flops=size(cost.flops), flops_truncated=size(cost.flops_truncated))
             for cost in profile.costs
         ),
-        options=tuple(tuple(sized(one.slower(factor)) for one in own) for own in profile.options),
+        options=_mapped_options(profile.options, other, factor),
         extra_bytes={key: other(own) for key, own in profile.extra_bytes.items()},
         after_bytes={key: size(profile.after_bytes[key]) for key in profile.extra_bytes},
         start_bytes=size(profile.start_bytes),
@@ -130,3 +152,12 @@ def _mapped(profile: Profile, other: Callable[[int], int]) -> Profile:
         seconds=profile.seconds * factor,
         forward_seconds=profile.forward_seconds * factor,
     )
+
+
+def _mapped_options(options: Options, other: _Other, factor: float = 1.0) -> Options:
+    return tuple(tuple(_sized(one.slower(factor), other) for one in own) for own in options)
+
+
+def _sized(own: Sized, other: _Other) -> Sized:
+    found = {name: other(getattr(own, name)) for name in _SIZED[type(own)]}
+    return replace(own, **{name: size if name == _BELOW_0 else max(0, size) for name, size in found.items()})

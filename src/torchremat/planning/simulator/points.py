@@ -148,7 +148,7 @@ class Live:
     `stays` are the storages that remain because others hold them, and `lets_go` the bytes that stores free meanwhile,
     by the number of the tensor among all saved tensors of the unit. For a unit that a region of several recomputes,
     `inputs` are the bytes of those that nothing else holds, by storage; and for one in parts, `since` is the event of
-    its backward that comes after its last recompute.
+    its backward that comes after its last recompute, from which the profile supplies a lower peak if it knows these.
     """
 
     key: Key

@@ -105,11 +105,11 @@ def live_bytes(profile: Profile, state: Live) -> int:
 
 def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak from a program point until the next one, over the live bytes at the first."""
-    if state.over_bytes is not None:
-        return state.over_bytes
-    after_bytes = profile.after_bytes[state.key]
     unit = state.key[1]
     backward = profile.backwards.get(unit)
+    if state.over_bytes is not None and (backward is None or not state.since):
+        return state.over_bytes
+    after_bytes = profile.after_bytes[state.key]
     if state.stays is None:
         if backward is None or not (state.inputs or state.since):
             return after_bytes
@@ -139,6 +139,11 @@ class Candidate:
     prediction: Prediction
     cost: float
     offloads: Offloads = field(default_factory=lambda: NO_OFFLOADS, hash=False)
+
+    @property
+    def recomputes_once(self) -> bool:
+        """Whether no more units run again than there are: a recompute in parts is never cheaper than that."""
+        return self.prediction.calls <= len(self.profile.units.units)
 
     @property
     def slowdown(self) -> float:

@@ -218,7 +218,7 @@ class MemorySimulator:
             option = self.chosen.get(unit)
             # Before its backward or in the middle of it, see `OptionBytes`.
             is_late = option is not None and unit not in self.available
-            over = option.late_peak_bytes if option is not None and is_late and not option.cuts else None
+            over = option.late_peak_bytes if option is not None and is_late else None
             since = option.late_from if option is not None and is_late else 0
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
