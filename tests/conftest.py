@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -20,6 +19,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The tests run in two processes, and a kernel that changes its number of threads changes its order of summation.
 torch.set_num_threads(1)
+
+# `torch.manual_seed` notes the stack for each kind of device that is not there, should it come later: under pytest that
+# takes longer than many a test, and it is asked tens of thousands of times.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 
 
 def pytest_report_header():
@@ -46,35 +51,39 @@ def _set_aside():
         yield
 
 
+_MANY = 30_000
+_froze_shared = False
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _frozen(_set_aside):
     """Leave what is there already out of collections: thousands of tests and all of torch take a second each time.
 
-    What the tests of the module before shared is collected: threads of its stores end.
+    What the tests of the module before shared is collected: threads of its stores end. Where that was frozen as well,
+    all has to be looked at once.
     """
-    gc.unfreeze()
+    global _froze_shared
+    if _froze_shared:
+        gc.unfreeze()
+        _froze_shared = False
     _freeze()
 
 
-_modules = 0
-_MANY = 5_000
-
-
 @pytest.fixture(autouse=True)
-def _imported():
-    """The same with what was imported since, and with what tests of a module share: planners with all their profiles.
+def _frozen_since():
+    """The same with what tests import or share, if it is much: all of inductor, planners with all their profiles.
 
-    The first test that needs inductor brings more than all before, and planning collects garbage many times.
+    Planning collects garbage many times.
     """
-    if len(sys.modules) != _modules or len(gc.get_objects(generation=2)) > _MANY:
+    global _froze_shared
+    if len(gc.get_objects(generation=2)) > _MANY:
         _freeze()
+        _froze_shared = True
 
 
 def _freeze():
-    global _modules
     gc.collect()
     gc.freeze()
-    _modules = len(sys.modules)
 
 
 # With a device other than the CPU here, all tests run on it as far as they do not name one.

@@ -82,6 +82,11 @@ def build(folder: Path = CACHE) -> Path:
     return target / LIBRARY
 
 
+def is_built(folder: Path = CACHE) -> bool:
+    """Whether the library is there already, if it can be built here."""
+    return (folder / _key(os.environ.get("CXX", "g++")) / LIBRARY).exists()
+
+
 def _key(compiler: str) -> str:
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     digest = hashlib.sha256("\0".join([torch_version(), sys.version, said, *_FLAGS]).encode())

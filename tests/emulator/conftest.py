@@ -1,4 +1,7 @@
-"""The tests of the emulated device run on it, under the plugin: `make emulated`. Those of its building run anywhere."""
+"""The tests of the emulated device run on it, under the plugin: `make emulated`. Those of its building run anywhere.
+
+Two of these need the library, and run where it is built already.
+"""
 
 from pathlib import Path
 

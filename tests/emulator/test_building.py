@@ -11,7 +11,14 @@ from emulator import building
 TESTS = Path(__file__).parents[1]
 REASON = emulator.why_not()
 
-needs_it = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture(scope="module")
+def device():
+    """The library, where it is there: it takes a minute of a core, and tests of all else need none of it."""
+    if REASON is not None or not building.is_built():
+        pytest.skip(REASON or "the emulated device is not built: make emulated")
 
 
 def run(*arguments, **environment):
@@ -20,7 +27,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
 
 
-@needs_it
+@pytest.mark.usefixtures("device")
 def test_three_devices():
     program = """
 import emulator
@@ -37,7 +44,7 @@ print(torch.cuda.device_count(), moved.tolist(), moved.device, emulator.races())
     assert ended.stdout == "3 [2.0, 2.0, 2.0] cuda:1 []\n", ended.stderr
 
 
-@needs_it
+@pytest.mark.usefixtures("device")
 def test_a_race_fails_the_test_that_has_it(tmp_path):
     (tmp_path / "test_one.py").write_text("""
 import torch
@@ -84,7 +91,7 @@ def test_a_torch_that_nobody_has_tried_is_named(monkeypatch):
         emulator.build()
 
 
-@needs_it
+@needs_compiler
 def test_what_the_compiler_says_is_shown(monkeypatch, tmp_path):
     (tmp_path / "broken.cpp").write_text("this is no program;")
     monkeypatch.setattr(building, "SOURCES", tmp_path)

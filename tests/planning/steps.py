@@ -1,6 +1,7 @@
 """What the tests of planning share: random trees, steps under a tree, and a fingerprint of all that is the user's."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -25,6 +26,7 @@ from probes.planning import (
     kept,
     mixed,
     profile_subject,
+    step_seconds,
     store_sizes,
     with_parts,
 )
@@ -97,6 +99,7 @@ def random_loads(profile, store_profile, tree, rng):
 DECLARED = Bandwidth(tensor_s=1e-5, byte_s=1e-10, busy_tensor_s=2e-6, busy_byte_s=2e-11)
 
 
+@contextmanager
 def with_declared_speed():
     """A block in which all stores have that speed. To measure one takes a second, which `test_store_speeds` spends."""
     speed = Speed(out=DECLARED, back=DECLARED, spread=0.0, measured_bytes=0)
@@ -104,7 +107,11 @@ def with_declared_speed():
     def declared(*_):  # a Mock would keep the stores that it was called with
         return speed
 
-    return mock.patch.object(store_sizes, "measured_speed", declared)
+    with (
+        mock.patch.object(store_sizes, "measured_speed", declared),
+        mock.patch.object(step_seconds, "measured_speed", declared),
+    ):
+        yield
 
 
 def keep_all(count):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchremat import Adaptive, Plan, fit, frontier, measure, plan, saved, unwrap, verify, wrap
+from turns import meetings
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
@@ -166,23 +167,21 @@ def test_what_is_wrapped_is_a_region_and_is_unwrapped(kind, name):
     assert attributes(model) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: fit(model, loss_of, budget="90%", cost="flops", operators=False),
-        lambda model: frontier(model, loss_of, cost="flops", operators=False, points=3),
-        lambda model: saved(model, loss_of),
-        lambda model: Adaptive(model, lambda model, _: loss_of(model), budget="1GiB").learn(BATCH),
-    ],
-    ids=["fit", "frontier", "saved", "learn"],
-)
+CALLS = {
+    "fit": lambda model: fit(model, loss_of, budget="90%", cost="flops", operators=False),
+    "frontier": lambda model: frontier(model, loss_of, cost="flops", operators=False, points=3),
+    "saved": lambda model: saved(model, loss_of),
+    "learn": lambda model: Adaptive(model, lambda model, _: loss_of(model), budget="1GiB").learn(BATCH),
+}
+
+
+@pytest.mark.parametrize(("kind", "call"), meetings(KINDS, CALLS, each=2))
 def test_every_other_call_leaves_its_attributes_alone(kind, call):
     model = KINDS[kind](net())
     expected, before = gradients(model), attributes(model)
     model.zero_grad()
 
-    call(model)
+    CALLS[call](model)
 
     assert attributes(unwrap(model)) == before
     assert all(map(torch.equal, gradients(model), expected))

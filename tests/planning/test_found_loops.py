@@ -205,9 +205,9 @@ class Declared(nn.Module):
         return xs.square().mean()
 
 
-def declared(**options):
+def declared(steps=30, **options):
     torch.manual_seed(0)
-    xs = torch.randn(30, 16, 16)
+    xs = torch.randn(steps, 16, 16)
     return Declared(**options), lambda model: model(xs)
 
 
@@ -235,7 +235,7 @@ def test_a_model_with_loops_is_planned_around_them(options):
 
 
 def test_a_model_with_loops_is_planned_without_running_it():
-    model, step = declared(slots=3)
+    model, step = declared(steps=8, slots=3)
 
     found = plan(model, step, budget="min", cost="flops", on="meta", device="a100")
 

@@ -50,21 +50,17 @@ def trees_over(profile, seed, count):
     return [keep_all(total), each(total), *(random_tree(units, rng) for _ in range(count))]
 
 
+# Attention without dropout is another kernel, and draws nothing.
 MODELS = {
     "gpt": lambda: models.gpt_step(blocks=4, width=64, context=64, batch=2),
     "gpt dropout": lambda: models.gpt_step(blocks=4, width=64, context=64, batch=2, dropout=0.1),
     "unet": lambda: models.unet_step(batch=1, size=32),
     "resnet": lambda: models.resnet_step(batch=8, size=16, width=8),
     "vit": lambda: zoo.vit(blocks=2, width=64),
-    "vit dropout": lambda: zoo.vit(blocks=2, width=64, dropout=0.1),
-    "gpt2": lambda: zoo.gpt2(blocks=2, width=64, use_cache=False),
     "gpt2 with a cache": lambda: zoo.gpt2(blocks=2, width=64, use_cache=True),
-    "llama": lambda: zoo.llama(blocks=2, width=64),
     "llama dropout": lambda: zoo.llama(blocks=2, width=64, dropout=0.1),
-    "t5": lambda: zoo.t5(blocks=2, width=64),
     "t5 dropout": lambda: zoo.t5(blocks=2, width=64, dropout=0.1),
     "bert": lambda: zoo.bert(blocks=2, width=64),
-    "bert dropout": lambda: zoo.bert(blocks=2, width=64, dropout=0.1),
     "gpt2 dropout": lambda: zoo.gpt2(blocks=2, width=64, use_cache=False, dropout=0.1),
 }
 
@@ -75,7 +71,7 @@ def test_predicted_is_measured_to_the_byte(name):
     profile = blocks(model, step)
     plain = outcome(model, step)
 
-    found = off(model, step, profile, trees_over(profile, 0, 2), plain, flops="dropout" not in name)
+    found = off(model, step, profile, trees_over(profile, 0, 2), plain)
 
     assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
 

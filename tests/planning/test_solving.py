@@ -95,11 +95,17 @@ def uneven(seed, blocks):
     return model, lambda m: square(m(x))
 
 
+@cache
+def every_prediction(seed):
+    """A profile, and what each tree over it needs."""
+    own = blocks(*uneven(seed, 5))
+    return own, {tree: predict(own, tree) for tree in every_tree(0, len(own.units.units) - 1)}
+
+
 @in_turn("seed", range(4))
 def test_no_tree_is_cheaper_than_the_one_found(seed):
-    own = blocks(*uneven(seed, 5))
+    own, judged = every_prediction(seed)
     solver = Solver(own, "flops")
-    judged = {tree: predict(own, tree) for tree in every_tree(0, len(own.units.units) - 1)}
     lowest = min(one.peak_bytes for one in judged.values())
     plain = solver.plain.prediction.peak_bytes
 
@@ -112,8 +118,8 @@ def test_no_tree_is_cheaper_than_the_one_found(seed):
 
 @in_turn("seed", range(4))
 def test_the_floor_is_the_lowest_of_all_trees(seed):
-    own = blocks(*uneven(seed, 5))
-    lowest = min(predict(own, tree).peak_bytes for tree in every_tree(0, len(own.units.units) - 1))
+    own, judged = every_prediction(seed)
+    lowest = min(one.peak_bytes for one in judged.values())
 
     floor = Solver(own, "flops").floor.prediction.peak_bytes
 

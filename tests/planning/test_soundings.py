@@ -36,12 +36,18 @@ def step(model):
     return model(X).square().mean()
 
 
+@pytest.fixture(scope="module")
+def plan():
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    return torchremat.plan(model, step, budget="60%", cost="flops", operators=False, optimizer=optimizer)
+
+
 @pytest.fixture
-def trained():
+def trained(plan):
     """A planned model, its optimizer, the plan, and what measures; time stands still, so that nothing is left out."""
     model = Net()
     optimizer = AdamW(model.parameters())
-    plan = torchremat.plan(model, step, budget="60%", cost="flops", operators=False, optimizer=optimizer)
     plan.apply(model)
     soundings = applied_scopes(model)[0].checks._soundings
     soundings._log.clock = lambda: 0.0

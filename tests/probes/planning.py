@@ -24,7 +24,7 @@ from torchremat.planning.layout import (
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.printing import described
-from torchremat.planning.profiles import profiling
+from torchremat.planning.profiles import profiling, step_seconds
 from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import UnitCosts

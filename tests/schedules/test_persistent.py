@@ -1,6 +1,7 @@
 import math
 import random
 from dataclasses import fields, replace
+from functools import cache
 from math import comb
 
 import pytest
@@ -16,6 +17,7 @@ from torchremat.schedules.persistent import least_cost
 SHAPES = [(1, 3, 40), (2, 3, 60), (3, 2, 60), (3, 3, 30), (4, 1, 150), (4, 2, 12), (5, 1, 40)]
 
 
+@cache
 def brute_force(chain):
     """All (peak, cost) that no other tree beats, from the lowest peak on."""
     front = []

@@ -157,6 +157,9 @@ def test_a_handle_that_is_told_too_late_gives_no_other_data(name):
     assert refusal is None or "modified by an inplace operation" in refusal
 
 
+KEEP = (policies.save_matmuls, policies.everything_saved, policies.save_larger_than(64))
+
+
 @pytest.mark.filterwarnings("ignore::torchremat.StoreWarning")  # some are full
 @pytest.mark.parametrize("program", PROGRAMS)
 @in_turn("name", PLACES)
@@ -173,13 +176,14 @@ def test_what_a_policy_keeps_may_be_written_in_place(name, program):
         ]
 
     expected = gradients(model), gradients(lambda x: model(x).cos())
-    for keep in (policies.save_matmuls, policies.everything_saved, policies.save_larger_than(64)):
-        policy = keep.into(PLACES[name]())
-        region = checkpointed(model, policy=policy)
-        nested = checkpointed(lambda x, region=region: region(x).cos(), policy=policy)
-        found = gradients(region), gradients(nested)
-        for ours, plain in zip(found, expected, strict=True):
-            assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
+    # Each program and each place meets each of them.
+    keep = KEEP[(list(PROGRAMS).index(program) + list(PLACES).index(name)) % len(KEEP)]
+    policy = keep.into(PLACES[name]())
+    region = checkpointed(model, policy=policy)
+    nested = checkpointed(lambda x: region(x).cos(), policy=policy)
+    found = gradients(region), gradients(nested)
+    for ours, plain in zip(found, expected, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -125,12 +125,14 @@ def test_the_next_tier_takes_what_a_full_disk_does_not(grows):
     assert store.statistics.refused == 0
 
 
-def test_the_largest_size_of_a_file_that_the_system_allows():
-    out = in_a_process(
-        """
+def test_the_largest_size_of_a_file_that_the_system_allows(tmp_path):
+    program = tmp_path / "limited.py"
+    program.write_text(
+        textwrap.dedent("""
         import resource, warnings, torch
         from torchremat import Disk, StoreWarning
 
+        warnings.simplefilter("error")
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         store = Disk()
         handles = [store.put(torch.full((10_000,), float(seed))) for seed in range(2)]
@@ -141,10 +143,13 @@ def test_the_largest_size_of_a_file_that_the_system_allows():
             handle.settle()
         print([handle is None or handle.get().eq(seed).all().item() for seed, handle in enumerate(handles)])
         print([warning.category.__name__ for warning in caught], "File too large" in str(caught[0].message))
-        """
+        """)
     )
 
-    assert out == "[True, True, True]\n['StoreWarning'] True\n"
+    ended = run_main(program, folder=tmp_path, timeout=120)
+
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "[True, True, True]\n['StoreWarning'] True\n"
 
 
 # Writes that fail.
