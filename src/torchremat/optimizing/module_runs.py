@@ -29,18 +29,18 @@ class ModuleRun(NamedTuple):
     parameters: dict[int, Tensor]
     claims: list[int]
 
-    def claim(self, parameter: Tensor, running: Counter[int]) -> None:
-        """Let a parameter take part; `running` counts in how many calls each does."""
+    def claim(self, parameter: Tensor, claims: Counter[int]) -> None:
+        """Let a parameter take part; `claims` counts in how many calls each does."""
         self.claims.append(id(parameter))
-        running[id(parameter)] += 1
+        claims[id(parameter)] += 1
 
     def add(self, parameter: Tensor) -> None:
         """Take note of a parameter that takes part, and is in memory."""
         self.parameters[address_of(parameter.untyped_storage())] = parameter
 
-    def end(self, running: Counter[int]) -> None:
+    def end(self, claims: Counter[int]) -> None:
         """Let none take part any more."""
-        running.subtract(self.claims)
+        claims.subtract(self.claims)
         self.claims.clear()
 
 

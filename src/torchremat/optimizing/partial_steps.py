@@ -154,17 +154,16 @@ class PartialSteps:
             options = self._open(optimizer)
             is_written = False
             try:
-                self._take(optimizer, parameters)
-                options.put_back()
-                versions = [one._version for one in parameters]
-                is_written = True
-                with _without_autocast(parameters[0].device):
-                    step_on(optimizer, parameters, self._group_of)
-                move_versions(parameters, versions)
-                self._check_options(parameters)
-                self._done |= dict.fromkeys(map(id, parameters))
-                is_written = False
-                self._give(optimizer, parameters)
+                with self._in_memory(optimizer, parameters):
+                    options.put_back()
+                    versions = [one._version for one in parameters]
+                    is_written = True
+                    with _without_autocast(parameters[0].device):
+                        step_on(optimizer, parameters, self._group_of)
+                    move_versions(parameters, versions)
+                    self._check_options(parameters)
+                    self._done |= dict.fromkeys(map(id, parameters))
+                    is_written = False
             except BaseException as error:
                 error.add_note(self._where_it_stands(parameters, is_written=is_written))
                 raise
@@ -190,11 +189,10 @@ class PartialSteps:
                 if task >= 0:
                     at_end_of_backward(self.end_rehearsal)
             made = [one for one in parameters if one not in state]
-            self._take(optimizer, parameters)
-            with undone(state, parameters), _without_autocast(parameters[0].device):
-                step_on(optimizer, parameters, self._rehearsed.group_of)
-            self._rehearsed.options.put_back()
-            self._give(optimizer, parameters)
+            with self._in_memory(optimizer, parameters):
+                with undone(state, parameters), _without_autocast(parameters[0].device):
+                    step_on(optimizer, parameters, self._rehearsed.group_of)
+                self._rehearsed.options.put_back()
             for one in made:
                 state.pop(one, None)
             if is_last and self._rehearsed.task < 0:
@@ -253,17 +251,14 @@ class PartialSteps:
                 self.mover.begin(optimizer.state)
         return self._options
 
-    def _take(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        if self.parameters is not None:
-            self.parameters.take(parameters)
-        if self.mover is not None:
-            self.mover.take(optimizer.state, parameters)
-
-    def _give(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        if self.mover is not None:
-            self.mover.give(optimizer.state, parameters)
-        if self.parameters is not None:
-            self.parameters.give(parameters)
+    @contextmanager
+    def _in_memory(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Generator[None]:
+        with nullcontext() if self.parameters is None else self.parameters.in_memory(parameters):
+            if self.mover is not None:
+                self.mover.take(optimizer.state, parameters)
+            yield
+            if self.mover is not None:
+                self.mover.give(optimizer.state, parameters)
 
     def _check_options(self, parameters: Sequence[Tensor]) -> None:
         for key, group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.items():
