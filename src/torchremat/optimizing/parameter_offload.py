@@ -46,13 +46,7 @@ from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
-from torchremat.stores.stored_parameters import (
-    SavedView,
-    bring_back,
-    can_leave,
-    handle_of,
-    put_away,
-)
+from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, put_away
 from torchremat.tensors.handles import Store
 from torchremat.tensors.parts import PLAIN_CLASSES
 
@@ -108,8 +102,8 @@ class ParameterOffload:
         self._ahead = None
         for held in (self._hooks, self._known, self._back, self._uses):
             held.clear()
-        if self._steps is not None and self._steps.parameters is self:
-            self._steps.parameters = None
+        if self._steps is not None and self in self._steps.keepers:
+            self._steps.keepers.remove(self)
             self._steps.end()
 
     def __enter__(self) -> ParameterOffload:
@@ -125,12 +119,13 @@ class ParameterOffload:
 
     @contextmanager
     def in_memory(self, parameters: Sequence[Tensor]) -> Generator[None]:
-        """Have parameters in memory in the block, and put them away after it; what other code holds stays for later.
+        """Have its own parameters in memory in the block, and put them away after it; what is held stays for later.
 
         Raises:
             StoreError: One cannot be brought back; or the store is strict, and has no room. What it has not taken is
                 in memory.
         """
+        parameters = [one for one in parameters if self._knows(one)]
         self._take(parameters)
         try:
             yield
@@ -212,9 +207,11 @@ class ParameterOffload:
         if leaving:
             land(self.store, all_of_it=True)
 
+    def _knows(self, parameter: Tensor) -> bool:
+        return (found := self._known.get(id(parameter))) is not None and found() is parameter
+
     def _watch(self, parameter: Tensor) -> None:
-        found = self._known.get(id(parameter))
-        if found is None or found() is not parameter:
+        if not self._knows(parameter):
             self._known[id(parameter)] = ref(parameter)
             self._uses.forget(parameter)
             if parameter.requires_grad:
@@ -347,7 +344,7 @@ def offload_parameters(
                     "offload_parameters: a backward has released gradients. Call `optimizer.step()` first."
                 )
             steps.names |= {id(one): name for name, one in model.named_parameters()}
-            steps.parameters = own
+            steps.keepers.append(own)
         own.begin([(one, True) for one in given] if given is not None else [(one, False) for one in model.modules()])
     except BaseException:
         own.remove()

@@ -187,7 +187,7 @@ class GradientRelease:
                 nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
             if self._clip_value is not None:
                 nn.utils.clip_grad_value_([parameter], self._clip_value)
-        self._waiting.add(parameter, waits=self._lets_wait(steps))
+        self._step(self._waiting.add(parameter, waits=self._lets_wait(steps)))
 
     @property
     def steps(self) -> bool:
@@ -196,8 +196,8 @@ class GradientRelease:
 
     def frees_gradients(self, *, may_wait: bool) -> bool:
         """Return whether no gradient remains from one backward to the next of parameters that may wait, or may not."""
-        steps = self._owner()
-        return not self._accumulates and not (may_wait and steps is not None and self._lets_wait(steps))
+        waits = may_wait and (steps := self._owner()) is not None and self._lets_wait(steps)
+        return not self._accumulates and not waits
 
     def _lets_wait(self, steps: PartialSteps) -> bool:
         # State that comes in ahead of its part should come late, and so in small parts: see `moving`.
@@ -205,7 +205,7 @@ class GradientRelease:
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
         steps = self._owner()
-        if steps is None:
+        if steps is None or not parameters:
             return
         if is_rehearsing():
             for one in parameters:

@@ -56,7 +56,7 @@ class Keeper(Protocol):
     """What decides when parameters are in memory."""
 
     def in_memory(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Return a block in which parameters are in memory, and after which they leave."""
+        """Return a block in which those are in memory for which it decides, and after which they leave."""
         ...
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
