@@ -339,10 +339,7 @@ def offload_parameters(
     own = ParameterOffload(store, min_bytes, steps)
     try:
         if steps is not None:
-            if steps.is_open:
-                raise UnsupportedError(
-                    "offload_parameters: a backward has released gradients. Call `optimizer.step()` first."
-                )
+            steps.check_closed("offload_parameters")
             steps.names |= {id(one): name for name, one in model.named_parameters()}
             steps.keepers.append(own)
         own.begin([(one, True) for one in given] if given is not None else [(one, False) for one in model.modules()])

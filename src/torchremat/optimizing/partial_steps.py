@@ -117,10 +117,10 @@ class PartialSteps:
         """Return the optimizer; None if it is gone."""
         return self._optimizer()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a part of a step was made, and the user's `step()` has not ended it."""
-        return bool(self._done)
+    def check_closed(self, asked: str) -> None:
+        """Raise an UnsupportedError if a part of a step was made, and the user's `step()` has not ended it."""
+        if self._done:
+            raise UnsupportedError(f"{asked}: a backward has released gradients. Call `optimizer.step()` first.")
 
     @property
     def _moves(self) -> bool:

@@ -143,8 +143,8 @@ class GradientRelease:
         steps = self._owner()
         if steps is None or steps.release is not self:
             steps = None
-        elif steps.is_open:
-            raise UnsupportedError("remove(): a backward has released gradients. Call `optimizer.step()` first.")
+        else:
+            steps.check_closed("remove()")
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

@@ -79,7 +79,9 @@ class WaitingGradients:
             self._ends.discard(task)
             parts = {place: self._waiting.pop(place) for place in list(self._waiting) if place[0] == task}
         step = self._step()
-        for (_, device, stream), part in parts.items() if step is not None else ():
+        if step is None:
+            return
+        for (_, device, stream), part in parts.items():
             if stream is None:
                 step(part.parameters)
                 continue
