@@ -26,3 +26,15 @@ def gradients(model):
     model.zero_grad()
     forward(model).backward()
     return [p.grad for p in model.parameters()]
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train(model, optimizer, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        forward(model).backward()
+        optimizer.step()
+    return values(model)

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import multiprocessing
-import threading
 
 import pytest
 import torch
@@ -15,23 +14,11 @@ from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
-from optimizing.chains import LAYERS, chain, forward, gradients, stored
+from optimizing.chains import LAYERS, chain, forward, gradients, stored, train, values
 from optimizing.loops import equal
 from torchremat import Host, UnsupportedError, offload_parameters
 
 X = torch.ones(4, 256)
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def train(model, optimizer, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        forward(model).backward()
-        optimizer.step()
-    return values(model)
 
 
 def weight_of(model):
@@ -374,87 +361,6 @@ def test_a_hook_that_raises_before_ours_ends_no_call_around():
 
     assert torch.equal(forward(around), forward(plain))
     assert inside != [None]
-
-
-# ---------------------------------------------------------------------------------------------------------- threads
-
-
-def in_threads(functions):
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001  reported below
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(one,)) for one in functions]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert errors == []
-
-
-def test_threads_run_one_model():
-    (model, _), (plain, _) = chain(Host()), chain()
-    expected = [plain(X + number).detach() for number in range(3)]
-    wrong = []
-
-    @torch.no_grad()
-    def run(number):
-        for _ in range(50):
-            if not torch.equal(model(X + number), expected[number]):
-                wrong.append(number)
-
-    in_threads([lambda number=number: run(number) for number in range(3)])
-
-    assert wrong == []
-    forward(model)
-    assert len(stored(model)) == LAYERS
-
-
-def test_what_one_thread_uses_no_other_puts_away():
-    (model, _), during = chain(Host()), []
-    layer = model[3][0]
-
-    @torch.no_grad()
-    def run_and_read():
-        layer(X)
-        for p in model.parameters():
-            p.detach()
-
-    def look(*_):  # while this thread runs the layer, another one runs it from its begin to its end
-        hook.remove()
-        in_threads([run_and_read])
-        during.append(type(layer.weight))
-
-    hook = layer.register_forward_pre_hook(look)
-    with torch.no_grad():
-        forward(model)
-
-    assert during == [nn.Parameter]
-    assert len(stored(model)) == LAYERS
-
-
-def test_a_thread_that_reads_changes_no_training():
-    (model, _), (plain, _) = chain(), chain()
-    optimizers = [optim.SGD(one.parameters(), 0.1) for one in (model, plain)]
-    offload_parameters(model, optimizers[0], Host())
-    is_over, found = threading.Event(), []
-
-    def read():
-        while not is_over.is_set():
-            for p in model.parameters():
-                p.detach().norm()
-
-    def run():
-        found.extend(train(model, optimizers[0], 20))
-        is_over.set()
-
-    in_threads([run, read])
-
-    assert equal(found, train(plain, optimizers[1], 20))
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.utils import parameters_to_vector
 
 import torchremat
-from optimizing.chains import LAYER, LAYERS, chain, forward, gradients, stored
+from optimizing.chains import LAYER, LAYERS, chain, forward, gradients, stored, values
 from optimizing.loops import KINDS, STEPS, WIDTH, Loop, equal, loss_of, net
 from optimizing.test_offload import STORES, adamw
 from torchremat import (
@@ -71,6 +71,25 @@ def test_every_store_gives_back_what_it_took(make):
 
     assert store.statistics.copied_in_bytes > 0
     assert equal(ours.ends_with(), plain)
+
+
+def test_an_optimizer_steps_on_two_models():
+    def trained(prepare):
+        models = [chain()[0], chain()[0]]
+        optimizer = optim.AdamW([*models[0].parameters(), *models[1].parameters()])
+        offloads = prepare(models, optimizer)
+        for step in range(3):
+            if step == 2 and offloads:
+                assert [len(stored(one)) for one in models] == [LAYERS, LAYERS]
+                offloads[1].remove()
+            optimizer.zero_grad()
+            models[1](models[0](torch.ones(4, 256))).square().mean().backward()
+            optimizer.step()
+        assert not offloads or [len(stored(one)) for one in models] == [LAYERS, 0]
+        return values(models[0]) + values(models[1])
+
+    plain = trained(lambda *_: [])
+    assert equal(trained(lambda models, optimizer: [offload_parameters(m, optimizer, Host()) for m in models]), plain)
 
 
 def test_gradients_accumulate():

@@ -86,8 +86,10 @@ def groups_by_parameter(optimizer: Optimizer) -> dict[int, Group]:
     return {id(one): group for group in optimizer.param_groups for one in group["params"]}
 
 
-def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mapping[int, Group]) -> None:
-    """Run the optimizer's step on some of its parameters, without its hooks. See NOTE [ A part of a step ].
+def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mapping[int, Group]) -> list[Group]:
+    """Run the optimizer's step on some of its parameters, without its hooks, and return the groups of these.
+
+    See NOTE [ A part of a step ].
 
     A step may call that of its base class, which runs hooks if the base class has instances of its own; not these.
 
@@ -100,20 +102,22 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
     for one in parameters:
         group = group_of[id(one)]
         chosen.setdefault(id(group), (group, []))[1].append(one)
-    attributes, groups = vars(optimizer), optimizer.param_groups
-    had = [(group, group["params"]) for group, _ in chosen.values()]
+    attributes, every = vars(optimizer), optimizer.param_groups
+    groups = [group for group, _ in chosen.values()]
+    had = [group["params"] for group in groups]
     hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
     try:
         for group, some in chosen.values():
             group["params"] = some
-        optimizer.param_groups = [group for group, _ in chosen.values()]
+        optimizer.param_groups = groups
         attributes.update({name: {} for name in hooks})
         bare_step(optimizer)()
     finally:
         attributes.update(hooks)
-        for group, every in had:
-            group["params"] = every
-        optimizer.param_groups = groups
+        for group, whole in zip(groups, had, strict=True):
+            group["params"] = whole
+        optimizer.param_groups = every
+    return groups
 
 
 def slices(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -44,18 +44,18 @@ class ModuleRun(NamedTuple):
         now = thread.now
         return self.now is not now and self.now.recomputing >= max(now.recomputing, 1)
 
-    def claim(self, parameter: Tensor, running: Counter[int]) -> None:
-        """Let a parameter take part; `running` counts in how many calls each does."""
+    def claim(self, parameter: Tensor, claims: Counter[int]) -> None:
+        """Let a parameter take part; `claims` counts in how many calls each does."""
         self.claims.append(id(parameter))
-        running[id(parameter)] += 1
+        claims[id(parameter)] += 1
 
     def add(self, parameter: Tensor) -> None:
         """Take note of a parameter that takes part, and is in memory."""
         self.parameters[address_of(parameter.untyped_storage())] = parameter
 
-    def end(self, running: Counter[int]) -> None:
+    def end(self, claims: Counter[int]) -> None:
         """Let none take part any more."""
-        running.subtract(self.claims)
+        claims.subtract(self.claims)
         self.claims.clear()
 
 
@@ -112,6 +112,12 @@ class ModuleHook:
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleHook:
         return ModuleHook()
+
+
+def keeps_in_store(model: nn.Module) -> bool:
+    """Return whether parameters of a model wait in a store while their modules do not run."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any(isinstance(one, ModuleHook) and one.is_active for one in hooks)
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()

@@ -15,7 +15,8 @@ leave is a matter of bytes and seconds alone: too early costs another way throug
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -39,21 +40,15 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.storages import address_of
-from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder
+from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, keeps_in_store
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
-from torchremat.optimizing.release import is_released
+from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
 from torchremat.regions.threads import thread
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
-from torchremat.stores.stored_parameters import (
-    SavedView,
-    bring_back,
-    can_leave,
-    handle_of,
-    put_away,
-)
+from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, put_away
 from torchremat.tensors.handles import Store
 from torchremat.tensors.parts import PLAIN_CLASSES
 
@@ -77,7 +72,6 @@ class ParameterOffload:
         self._lock = threading.RLock()  # autograd runs a thread for each device
         self._uses = ParameterUses()
         self._back: dict[int, Tensor] = {}  # have come in, and did not leave when they were to
-        self._stepping: list[Tensor] = []  # have a gradient, and make their part of the step next
         self._ends: set[int] = set()  # the backwards at whose end all of `_back` leaves
         self._leaving: list[Leaving] = []
         self._order = ReturnOrder()
@@ -93,7 +87,8 @@ class ParameterOffload:
             enter = ModuleHook(partial(self._enter, is_whole=is_whole))
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
-            self.give(module.parameters(is_whole))
+            with self._lock:
+                self._put_away(module.parameters(is_whole))
         self._settle()
 
     def remove(self) -> None:
@@ -102,15 +97,15 @@ class ParameterOffload:
         Raises:
             StoreError: One cannot be brought back; the others are unchanged.
         """
-        self.take([one for own in self._known.values() if (one := own()) is not None])
+        self._take([one for own in self._known.values() if (one := own()) is not None])
         self._settle()
         for hook in self._hooks:
             hook.remove()
         self._ahead = None
-        for held in (self._hooks, self._known, self._back, self._stepping, self._uses):
+        for held in (self._hooks, self._known, self._back, self._uses):
             held.clear()
-        if self._steps is not None and self._steps.parameters is self:
-            self._steps.parameters = None
+        if self._steps is not None and self in self._steps.keepers:
+            self._steps.keepers.remove(self)
             self._steps.end()
 
     def __enter__(self) -> ParameterOffload:
@@ -124,45 +119,56 @@ class ParameterOffload:
 
     # ---------------------------------------------------------------------------------------------------- in and out
 
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Bring parameters back.
+    @contextmanager
+    def in_memory(self, parameters: Sequence[Tensor]) -> Generator[None]:
+        """Have its own parameters in memory in the block, and put them away after it; what is held stays for later.
 
         Raises:
-            StoreError: One cannot be brought back.
+            StoreError: One cannot be brought back; or the store is strict, and has no room. What it has not taken is
+                in memory.
         """
-        for one in parameters:
-            with self._lock:  # from here on no other thread puts it away
-                self._uses.stepping.add(id(one))
-            bring_back(one)
-            self._uses.on_this_stream(one)
-
-    def give(self, parameters: Iterable[Tensor]) -> None:
-        """Put parameters away; what other code holds stays, and is tried again later.
-
-        Raises:
-            StoreError: The store is strict, and has no room. What it has not taken is in memory.
-        """
-        parameters = list(parameters)
+        parameters = [one for one in parameters if self._knows(one)]
+        self._take(parameters)
+        try:
+            yield
+        finally:
+            self._let_go(parameters)
         with self._lock:
-            self._uses.stepping.difference_update(map(id, parameters))
             self._put_away(parameters)
+
+    def _take(self, parameters: Sequence[Tensor]) -> None:
+        with self._lock:  # from here on no other thread puts them away
+            self._uses.claims.update(map(id, parameters))
+        try:
+            for one in parameters:
+                bring_back(one)
+                self._uses.on_this_stream(one)
+        except BaseException:
+            self._let_go(parameters)
+            raise
+
+    def _let_go(self, parameters: Sequence[Tensor]) -> None:
+        with self._lock:
+            self._uses.claims.subtract(map(id, parameters))
 
     def _put_away(self, parameters: Iterable[Tensor]) -> None:
         left: list[Leaving] = []
-        for one in parameters:
-            if one.nbytes >= self._min_bytes and can_leave(one):
-                self._watch(one)
-                stream = self._uses.stream_of(one)
-                with on(stream):  # which has written it, and may reuse its memory
-                    gone = [] if self._uses.forbid(one) else put_away(one, self.store, self)
-                left += [Leaving(handle, values, stream) for handle, values in gone]
-                if gone:
-                    self._uses.forget(one)
-                else:
-                    self._back[id(one)] = one
-        if left:
-            before, self._leaving = self._leaving, left
-            settle_all(before)
+        try:
+            for one in parameters:
+                if one.nbytes >= self._min_bytes and can_leave(one):
+                    self._watch(one)
+                    stream = self._uses.stream_of(one)
+                    with on(stream):  # which has written it, and may reuse its memory
+                        gone = [] if self._uses.forbid(one) else put_away(one, self.store, self)
+                    left += [Leaving(handle, values, stream) for handle, values in gone]
+                    if gone:
+                        self._uses.forget(one)
+                    else:
+                        self._back[id(one)] = one
+        finally:
+            if left:
+                before, self._leaving = self._leaving, left
+                settle_all(before)
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
@@ -171,7 +177,7 @@ class ParameterOffload:
         with self._lock:
             self._uses.on_this_stream(parameter)
             if is_read and self._runs.open:
-                self._runs.open[-1].claim(parameter, self._uses.running)
+                self._runs.open[-1].claim(parameter, self._uses.claims)
                 self._runs.open[-1].add(parameter)
             elif is_read:
                 self._put_away(self._uses.read(parameter, in_backward=task >= 0))
@@ -190,8 +196,6 @@ class ParameterOffload:
     def end(self) -> None:
         """Put away what has come back, and wait until all is out."""
         self._close_left()
-        self._stepping.clear()
-        self._uses.stepping.clear()
         self._give_rest()
         self._settle()
 
@@ -208,9 +212,11 @@ class ParameterOffload:
         if leaving:
             land(self.store, all_of_it=True)
 
+    def _knows(self, parameter: Tensor) -> bool:
+        return (found := self._known.get(id(parameter))) is not None and found() is parameter
+
     def _watch(self, parameter: Tensor) -> None:
-        found = self._known.get(id(parameter))
-        if found is None or found() is not parameter:
+        if not self._knows(parameter):
             self._known[id(parameter)] = ref(parameter)
             self._uses.forget(parameter)
             if parameter.requires_grad:
@@ -235,7 +241,7 @@ class ParameterOffload:
             own = without_wrappers(one)  # `functional_call` under a transform
             if own.nbytes >= self._min_bytes:
                 with self._lock:
-                    run.claim(own, self._uses.running)
+                    run.claim(own, self._uses.claims)
                 bring_back(own)
                 if can_leave(own):
                     run.add(own)
@@ -262,7 +268,7 @@ class ParameterOffload:
             if run.has_pushed and top is not None and top[1] is _unpack:
                 pop_saved_tensor_hooks()
             with self._lock:
-                run.end(self._uses.running)
+                run.end(self._uses.claims)
                 # In a recompute, too: other code holds what its nodes need next.
                 self._put_away(run.parameters.values())
 
@@ -279,11 +285,10 @@ class ParameterOffload:
 
     @outside_graphs
     def _complete(self, parameter: Tensor) -> None:
-        done = [parameter]
-        if is_released(parameter):  # its part of the step comes before or after this hook
-            done, self._stepping = self._stepping, done
-            self._uses.on_this_stream(parameter)
-        self.give(done)
+        self._uses.on_this_stream(parameter)
+        if not any(one.steps for one in releases_of(parameter)):  # else it leaves after its part of the step
+            with self._lock:
+                self._put_away([parameter])
 
     def _end(self, task: int) -> None:
         self._ends.discard(task)
@@ -344,12 +349,9 @@ def offload_parameters(
     own = ParameterOffload(store, min_bytes, steps)
     try:
         if steps is not None:
-            if steps.is_open:
-                raise UnsupportedError(
-                    "offload_parameters: a backward has released gradients. Call `optimizer.step()` first."
-                )
+            steps.check_closed("offload_parameters")
             steps.names |= {id(one): name for name, one in model.named_parameters()}
-            steps.parameters = own
+            steps.keepers.append(own)
         own.begin([(one, True) for one in given] if given is not None else [(one, False) for one in model.modules()])
     except BaseException:
         own.remove()
@@ -365,12 +367,6 @@ def _check_around(module: nn.Module) -> None:
             "after torchremat.offload_parameters, which cannot move what is sharded or reduced. Call `remove()` of the "
             "offload before."
         )
-
-
-def keeps_in_store(model: nn.Module) -> bool:
-    """Return whether parameters of a model wait in a store while their modules do not run."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return any(isinstance(one, ModuleHook) and one.is_active for one in hooks)
 
 
 def _check_model(model: nn.Module, given: list[nn.Module] | None) -> None:

@@ -24,22 +24,20 @@ class ParameterUses:
     graph, no other thread may put away.
 
     Attributes:
-        running: In how many calls of modules a parameter takes part, by its id, over all threads.
-        stepping: The ids of those that take part in the optimizer's step.
+        claims: In how many calls of modules and parts of the optimizer's step a parameter takes part, by its id, over
+            all threads. Each ends its own claims.
     """
 
     def __init__(self) -> None:
-        self.running: Counter[int] = Counter()
-        self.stepping: set[int] = set()
+        self.claims: Counter[int] = Counter()
         self._read: dict[int, Tensor] = {}  # what each thread has read last, outside of modules
         self._streams: dict[int, torch.Stream] = {}
 
     def forbid(self, parameter: Tensor) -> bool:
         """Return whether a parameter must not leave now."""
-        key = id(parameter)
         own = (threading.get_ident(), _BACKWARD)
         others = [one for reader, one in self._read.items() if reader not in own]
-        return key in self.stepping or self.running[key] > 0 or any(one is parameter for one in others)
+        return self.claims[id(parameter)] > 0 or any(one is parameter for one in others)
 
     def read(self, parameter: Tensor, *, in_backward: bool) -> list[Tensor]:
         """Take note of what this thread, or a backward, reads; return what it has read before."""
@@ -72,7 +70,7 @@ class ParameterUses:
 
     def clear(self) -> None:
         """Forget all."""
-        for held in (self.running, self.stepping, self._read, self._streams):
+        for held in (self.claims, self._read, self._streams):
             held.clear()
 
 

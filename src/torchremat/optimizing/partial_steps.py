@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -27,13 +27,11 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
+from torchremat.optimizing.moving import StateMover
 from torchremat.optimizing.rehearsal import marked_rehearsal, undone
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.stores.stored_parameters import Keeper
-
-if TYPE_CHECKING:
-    from torchremat.optimizing.moving import StateMover
 
 
 class Releasing(Protocol):
@@ -67,6 +65,11 @@ def partial_steps(optimizer: Optimizer) -> PartialSteps:
     return found
 
 
+def steps_in_parts(optimizer: Optimizer) -> PartialSteps | None:
+    """Return the object that makes an optimizer's step in parts; None if nothing does."""
+    return _all.get(optimizer)
+
+
 class _Rehearsed(NamedTuple):
     """The parts of a step that are run to be measured, in one backward."""
 
@@ -75,18 +78,13 @@ class _Rehearsed(NamedTuple):
     group_of: dict[int, Group]
 
 
-def steps_in_parts(optimizer: Optimizer) -> PartialSteps | None:
-    """Return the object that makes an optimizer's step in parts; None if nothing does."""
-    return _all.get(optimizer)
-
-
 class PartialSteps:
     """The step of an optimizer, made in parts.
 
     Attributes:
         release: Steps in the backward, if gradients are released.
         mover: Moves state, if that is in a store.
-        parameters: Moves parameters, if these are.
+        keepers: Move parameters, if these are; one for each model.
         names: The names of parameters, by id, for messages.
     """
 
@@ -96,7 +94,7 @@ class PartialSteps:
         check_separable(optimizer)
         self.release: Releasing | None = None
         self.mover: StateMover | None = None
-        self.parameters: Keeper | None = None
+        self.keepers: list[Keeper] = []
         self.names: dict[int, str] = {}
         self._optimizer = ref(optimizer)
         self._before_step = optimizer.register_step_pre_hook(self._before)
@@ -119,10 +117,14 @@ class PartialSteps:
         """Return the optimizer; None if it is gone."""
         return self._optimizer()
 
+    def check_closed(self, asked: str) -> None:
+        """Raise an UnsupportedError if a part of a step was made, and the user's `step()` has not ended it."""
+        if self._done:
+            raise UnsupportedError(f"{asked}: a backward has released gradients. Call `optimizer.step()` first.")
+
     @property
-    def is_open(self) -> bool:
-        """Whether a part of a step was made, and the user's `step()` has not ended it."""
-        return bool(self._done)
+    def _moves(self) -> bool:
+        return self.mover is not None or bool(self.keepers)
 
     def is_done(self, parameter: Tensor) -> bool:
         """Return whether a parameter has made its part of the open step."""
@@ -135,7 +137,7 @@ class PartialSteps:
     def end(self) -> None:
         """Leave the optimizer as it was, if neither gradients are released nor state is moved any more."""
         optimizer = self._optimizer()
-        if self.release is self.mover is self.parameters is None and optimizer is not None:
+        if self.release is self.mover is None and not self.keepers and optimizer is not None:
             self._before_step.remove()
             self._after_step.remove()
             _all.pop(optimizer, None)
@@ -154,17 +156,16 @@ class PartialSteps:
             options = self._open(optimizer)
             is_written = False
             try:
-                self._take(optimizer, parameters)
-                options.put_back()
-                versions = [one._version for one in parameters]
-                is_written = True
-                with _without_autocast(parameters[0].device):
-                    step_on(optimizer, parameters, self._group_of)
-                move_versions(parameters, versions)
-                self._check_options(parameters)
-                self._done |= dict.fromkeys(map(id, parameters))
-                is_written = False
-                self._give(optimizer, parameters)
+                with self._in_memory(optimizer, parameters):
+                    options.put_back()
+                    versions = [one._version for one in parameters]
+                    is_written = True
+                    with _without_autocast(parameters[0].device):
+                        groups = step_on(optimizer, parameters, self._group_of)
+                    move_versions(parameters, versions)
+                    self._check_options(groups)
+                    self._done |= dict.fromkeys(map(id, parameters))
+                    is_written = False
             except BaseException as error:
                 error.add_note(self._where_it_stands(parameters, is_written=is_written))
                 raise
@@ -190,11 +191,10 @@ class PartialSteps:
                 if task >= 0:
                     at_end_of_backward(self.end_rehearsal)
             made = [one for one in parameters if one not in state]
-            self._take(optimizer, parameters)
-            with undone(state, parameters), _without_autocast(parameters[0].device):
-                step_on(optimizer, parameters, self._rehearsed.group_of)
-            self._rehearsed.options.put_back()
-            self._give(optimizer, parameters)
+            with self._in_memory(optimizer, parameters):
+                with undone(state, parameters), _without_autocast(parameters[0].device):
+                    step_on(optimizer, parameters, self._rehearsed.group_of)
+                self._rehearsed.options.put_back()
             for one in made:
                 state.pop(one, None)
             if is_last and self._rehearsed.task < 0:
@@ -203,7 +203,7 @@ class PartialSteps:
     def rehearse_step(self) -> None:
         """Run all parts that a user's `step()` makes of a step, and undo them: none if the backward makes them."""
         optimizer = self._optimizer()
-        if optimizer is None or self.mover is self.parameters is None or self.release is not None:
+        if optimizer is None or not self._moves or self.release is not None:
             return
         parts = list(slices(_with_gradients(optimizer)))
         # The first one does not know what to bring ahead.
@@ -219,19 +219,19 @@ class PartialSteps:
             UnsupportedError: The state that exists cannot be copied.
         """
         optimizer = self._optimizer()
-        state = {} if optimizer is None else optimizer.state
-        made = [
-            one for one in parameters_of([optimizer] if optimizer else []) if one.requires_grad and one not in state
-        ]
+        if optimizer is None:
+            yield
+            return
+        state = optimizer.state
+        made = [one for one in parameters_of([optimizer]) if one.requires_grad and one not in state]
         try:
-            if optimizer is not None:
-                options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
-                for one in made:
-                    with undone(state, [one]), _gradient_of_zeros(one):
-                        step_on(optimizer, [one], group_of)
-                    options.put_back()
-                    if self.mover is not None:
-                        self.mover.put_away(state, [one])
+            options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
+            for one in made:
+                with undone(state, [one]), _gradient_of_zeros(one):
+                    step_on(optimizer, [one], group_of)
+                options.put_back()
+                if self.mover is not None:
+                    self.mover.put_away(state, [one])
             yield
         finally:
             for one in made:
@@ -253,23 +253,25 @@ class PartialSteps:
                 self.mover.begin(optimizer.state)
         return self._options
 
-    def _take(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        if self.parameters is not None:
-            self.parameters.take(parameters)
-        if self.mover is not None:
-            self.mover.take(optimizer.state, parameters)
+    def _in_memory(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return self._moved(optimizer, parameters) if self._moves else _AS_IT_IS
 
-    def _give(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        if self.mover is not None:
-            self.mover.give(optimizer.state, parameters)
-        if self.parameters is not None:
-            self.parameters.give(parameters)
+    @contextmanager
+    def _moved(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Generator[None]:
+        with ExitStack() as stack:
+            for keeper in self.keepers:
+                stack.enter_context(keeper.in_memory(parameters))
+            if self.mover is not None:
+                self.mover.take(optimizer.state, parameters)
+            yield
+            if self.mover is not None:
+                self.mover.give(optimizer.state, parameters)
 
-    def _check_options(self, parameters: Sequence[Tensor]) -> None:
-        for key, group in {id(one): one for one in (self._group_of[id(own)] for own in parameters)}.items():
-            first = self._results.get(key)
+    def _check_options(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            first = self._results.get(id(group))
             if first is None:
-                self._results[key] = GroupOptions([group])
+                self._results[id(group)] = GroupOptions([group])
             elif found := first.differing():
                 raise UnsupportedError(
                     f"{self.name}: the option {found[0]!r} of a group depends on which parameters step together, so "
@@ -310,7 +312,7 @@ class PartialSteps:
             changed = (*args[:1], _Once(loss, self.name)), {}
         with self._lock:
             options = self._open(optimizer)
-            if self.mover is not None or self.parameters is not None:
+            if self._moves:
                 for some in slices(_with_gradients(optimizer)):
                     self.step(some)
             self._hide(optimizer)
@@ -322,14 +324,13 @@ class PartialSteps:
         with self._lock:
             self._show()
             self._put_in_order(optimizer)
-            self._options = None
+            self._options, self._group_of = None, {}
             self._results.clear()
-            self._group_of = {}
             self._done.clear()
             if self.mover is not None:
                 self.mover.end()
-            if self.parameters is not None:
-                self.parameters.end()
+            for keeper in self.keepers:
+                keeper.end()
             if self.release is not None:
                 self.release.end_step(optimizer)
 
@@ -390,8 +391,9 @@ def _gradient_of_zeros(parameter: Tensor) -> Generator[None]:
         parameter.grad = had
 
 
-def _without_autocast(device: torch.device) -> torch.autocast | nullcontext[None]:
+_AS_IT_IS = nullcontext()
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     # A backward may run under autocast, and a step does not.
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _AS_IT_IS

@@ -59,10 +59,8 @@ class GradientRelease:
         batch_bytes: int | None,
     ) -> None:
         self._owner = ref(steps)  # it owns this
-        self._of = steps.name
-        self._has_begun = False
-        self._accumulates = accumulates
-        self._clip_value = clip_value
+        self._of, self._has_begun = steps.name, False
+        self._accumulates, self._clip_value = accumulates, clip_value
         self._is_last = not accumulates
         self._norms: dict[int, Tensor] | None = None  # of gradients, in a pass that measures them
         self._most_norm: tuple[float, Tensor] | None = None
@@ -145,8 +143,8 @@ class GradientRelease:
         steps = self._owner()
         if steps is None or steps.release is not self:
             steps = None
-        elif steps.is_open:
-            raise UnsupportedError("remove(): a backward has released gradients. Call `optimizer.step()` first.")
+        else:
+            steps.check_closed("remove()")
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -189,12 +187,17 @@ class GradientRelease:
                 nn.utils.clip_grads_with_norm_([parameter], *self._most_norm)
             if self._clip_value is not None:
                 nn.utils.clip_grad_value_([parameter], self._clip_value)
-        self._waiting.add(parameter, waits=self._lets_wait(steps))
+        self._step(self._waiting.add(parameter, waits=self._lets_wait(steps)))
+
+    @property
+    def steps(self) -> bool:
+        """Whether a backward that runs now makes parts of the step."""
+        return is_rehearsing() or (self._is_last and self._norms is None)
 
     def frees_gradients(self, *, may_wait: bool) -> bool:
         """Return whether no gradient remains from one backward to the next of parameters that may wait, or may not."""
-        steps = self._owner()
-        return not self._accumulates and not (may_wait and steps is not None and self._lets_wait(steps))
+        waits = may_wait and (steps := self._owner()) is not None and self._lets_wait(steps)
+        return not self._accumulates and not waits
 
     def _lets_wait(self, steps: PartialSteps) -> bool:
         # State that comes in ahead of its part should come late, and so in small parts: see `moving`.
@@ -202,7 +205,7 @@ class GradientRelease:
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
         steps = self._owner()
-        if steps is None:
+        if steps is None or not parameters:
             return
         if is_rehearsing():
             for one in parameters:
@@ -268,27 +271,25 @@ class ReleasingHook:
     """A hook of parameters, which runs when autograd has added a gradient. It does not own the release.
 
     Args:
-        release: The release.
-        may_wait: Whether the gradients are among those that a plan counts because they may wait.
+        release: Releases their gradients.
+        may_wait: Whether these are among those that a plan counts because they may wait.
     """
 
-    __slots__ = ("_may_wait", "_release")
+    __slots__ = ("_may_wait", "release")
 
     def __init__(self, release: GradientRelease, *, may_wait: bool = False) -> None:
-        self._release = ref(release)
+        self.release = ref(release)
         self._may_wait = may_wait
 
     @property
     def frees_gradient(self) -> bool:
         """Whether no gradient remains from one backward to the next."""
-        own = self._release()
-        return own is not None and own.frees_gradients(may_wait=self._may_wait)
+        return (own := self.release()) is not None and own.frees_gradients(may_wait=self._may_wait)
 
     @outside_graphs
     def __call__(self, parameter: Tensor) -> None:
         """Release the gradient."""
-        own = self._release()
-        if own is not None:
+        if (own := self.release()) is not None:
             own.complete(parameter)
 
 
@@ -353,7 +354,7 @@ def release_gradients(
                 f"release_gradients: {steps.name} has a hook that runs before its step. Parameters would have been "
                 "written by then, and gradients be gone."
             )
-        shared = [one for one in parameters_of([optimizer]) if is_released(one)]
+        shared = [one for one in parameters_of([optimizer]) if releases_of(one)]
         if shared:
             raise UnsupportedError(
                 f"release_gradients: {len(shared)} parameters of this {steps.name} are another optimizer's as well, "
@@ -392,7 +393,8 @@ def _check_reduction(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def is_released(parameter: Tensor) -> bool:
-    """Return whether the gradients of a parameter are released."""
+def releases_of(parameter: Tensor) -> list[GradientRelease]:
+    """Return what releases the gradient of a parameter, if anything does."""
     hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(one, ReleasingHook) for one in hooks.values())
+    found = [one.release() for one in hooks.values() if isinstance(one, ReleasingHook)]
+    return [one for one in found if one is not None]

@@ -56,8 +56,7 @@ class OptimizerOffload:
         """
         if self._steps.mover is not self._mover:
             return
-        if self._steps.is_open:
-            raise UnsupportedError("remove(): a backward has released gradients. Call `optimizer.step()` first.")
+        self._steps.check_closed("remove()")
         optimizer = self._optimizer()
         if optimizer is not None:
             self._mover.give_back(optimizer.state)
@@ -119,10 +118,7 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2*
         )
     mover = StateMover(store, min_bytes)
     try:
-        if steps.is_open:
-            raise UnsupportedError(
-                "offload_optimizer: a backward has released gradients. Call `optimizer.step()` first."
-            )
+        steps.check_closed("offload_optimizer")
         mover.begin(optimizer.state)
     except BaseException:
         mover.give_back(optimizer.state)

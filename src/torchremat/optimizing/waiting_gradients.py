@@ -42,7 +42,7 @@ class WaitingGradients:
 
     Args:
         most_bytes: So many bytes of gradients do not wait any more.
-        step: Makes the part of the step of some parameters; its owner owns this.
+        step: Makes the part of the step of what waits at the end of a backward; its owner owns this.
     """
 
     def __init__(self, most_bytes: int, step: WeakMethod[Callable[[Sequence[Tensor]], None]]) -> None:
@@ -52,8 +52,8 @@ class WaitingGradients:
         self._waiting: dict[_Place, _Together] = {}
         self._ends: set[int] = set()  # the backwards whose end steps on what waits
 
-    def add(self, parameter: Tensor, *, waits: bool) -> None:
-        """Let a parameter step now, with all that waited, or wait if it may."""
+    def add(self, parameter: Tensor, *, waits: bool) -> Sequence[Tensor]:
+        """Return a parameter with all that waited, to step now; nothing if it may wait, and waits."""
         task, device = current_graph_task(), parameter.device
         stream = None if device.type == "cpu" else current_stream(device)
         place = task, device, stream
@@ -72,26 +72,23 @@ class WaitingGradients:
                 self._ends.add(task)
         if begins:
             at_end_of_backward(partial(self._end, task))
-        if not waits:
-            self._make(part.parameters)
+        return () if waits else part.parameters
 
     def _end(self, task: int) -> None:
         with self._lock:
             self._ends.discard(task)
             parts = {place: self._waiting.pop(place) for place in list(self._waiting) if place[0] == task}
+        step = self._step()
+        if step is None:
+            return
         for (_, device, stream), part in parts.items():
             if stream is None:
-                self._make(part.parameters)
+                step(part.parameters)
                 continue
             # As in the backward, so that gradients are freed on the stream of their memory.
             with accelerator_of(device).on(stream):
-                self._make(part.parameters)
+                step(part.parameters)
             current_stream(device).wait_stream(stream)
-
-    def _make(self, some: list[Tensor]) -> None:
-        step = self._step()
-        if step is not None:
-            step(some)
 
     def forget(self) -> None:
         """Forget what waits since a backward has failed: its gradients are in `.grad`, as without this library."""

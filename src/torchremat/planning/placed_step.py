@@ -11,7 +11,7 @@ from torch import nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.step import check_kinds
-from torchremat.optimizing.parameter_offload import keeps_in_store
+from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.devices.fakes import placed
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.peers.peers import peers_of

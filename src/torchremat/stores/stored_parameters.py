@@ -11,13 +11,24 @@ It is the same object, with the same gradient, hooks, version and options. What 
 Its values leave only if no other code can see their memory: no other tensor lies in it, and no node has saved it. A
 node that saves it while a module of an offload runs gets a `SavedView` instead. So values that other code holds, in an
 entry of a `state_dict`, say, stay and change with the training, as they do without a store.
+
+NOTE [ Who moves the values of a parameter ]
+A thread that holds `_lock`, in this order:
+
+    away     the class says that readers must ask; does other code see the memory? the store takes the values;
+             the entry in `_stored` says so, and the memory goes
+    back     the memory comes; the entry goes; the class is plain
+
+So a thread that reads between any two lines waits for the lock, and after an interrupt at any line the values are
+found: in the store if there is an entry, else in memory. Not seen are a thread that began to read before the class
+changed, unless it holds the memory (`memory_of`), and the handler of a signal, which does not wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import ReferenceType, ref
@@ -44,12 +55,8 @@ _lock = threading.RLock()  # a backward has a thread for each device
 class Keeper(Protocol):
     """What decides when parameters are in memory."""
 
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Bring parameters back."""
-        ...
-
-    def give(self, parameters: Iterable[Tensor]) -> None:
-        """Put parameters away that no other code holds."""
+    def in_memory(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Return a block in which those are in memory for which it decides, and after which they leave."""
         ...
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
@@ -79,23 +86,43 @@ class StoredParameter(nn.Parameter):
             with without_torch_function():
                 return func(*args, **kwargs)
         own = [one for one in tensors_of((args, kwargs)) if type(one) in (StoredParameter, nn.Parameter)]
-        if all(type(one) is nn.Parameter for one in own):
+        # If all are plain, another thread has brought one back since, or the one that waits is where we do not find it:
+        # then the call comes here again, though none of `own` has left.
+        again = (func, *map(id, own)) if all(type(one) is nn.Parameter for one in own) else None
+        if not own or (again is not None and again in _plain_calls.open):
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)}: somewhere in its arguments is a parameter that "
                 "torchremat.offload_parameters keeps in a store. Pass it by itself, or in a list or dict."
             )
         held = [memory_of(one) for one in own]  # none may leave during the call, for another one or in another thread
-        result = func(*args, **kwargs)
-        del held
-        return result
+        _plain_calls.open.append(again)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _plain_calls.open.pop()
+            del held
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        bring_back(self, is_read=True)
-        return nn.Parameter.__deepcopy__(self, memo)
+        held = memory_of(self)
+        copied = nn.Parameter.__deepcopy__(self, memo)
+        del held
+        return copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        bring_back(self, is_read=True)
-        return nn.Parameter.__reduce_ex__(self, proto)
+        held = memory_of(self)
+        reduced = nn.Parameter.__reduce_ex__(self, proto)
+        del held
+        return reduced
+
+
+class _PlainCalls(threading.local):
+    """Calls in this thread that were handed here, innermost last; None for those with a parameter that was away."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[object, ...] | None] = []
+
+
+_plain_calls = _PlainCalls()
 
 
 _READ_NO_VALUES = {
@@ -140,15 +167,15 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
     """
     if type(parameter) is not StoredParameter:
         return
-    with _lock:
+    with _lock:  # See NOTE [ Who moves the values of a parameter ]
         stored = _stored.get(id(parameter))
-        if stored is None:  # another thread has done it
-            return
-        with _plainly():
-            parameter.data = stored.content.back(stored.handle.get())
+        if stored is not None:
+            with _plainly():
+                parameter.data = stored.content.back(stored.handle.get())
+            del _stored[id(parameter)]
         cast("Any", parameter).__class__ = nn.Parameter
-        del _stored[id(parameter)]
-    stored.keeper.came_back(parameter, is_read=is_read)
+    if stored is not None:
+        stored.keeper.came_back(parameter, is_read=is_read)
 
 
 def _read(argument: object) -> None:
@@ -185,23 +212,28 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
         StoreError: The store is strict, and has no room. The parameter is in memory.
     """
     see_wrapped(_read)
-    with _lock:
-        if not can_leave(parameter) or not _is_alone(parameter):
+    with _lock:  # See NOTE [ Who moves the values of a parameter ]
+        if not can_leave(parameter):
             return []
         if parameter.device.type != "cpu" and accelerator_of(parameter.device).is_capturing():
             raise UnsupportedError("offload_parameters: a graph that is captured would read memory that is freed.")
-        with _plainly():
-            values = parameter.detach()
-            content = content_of(values)
-            handle = store.put(content.line(values))
-            if handle is None:
-                return []
-            gone = ref(parameter, partial(_forget, id(parameter)))
-            stored = _StoredValues(handle, content, keeper, gone)
-            parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
-        _stored[id(parameter)] = stored
-        cast("Any", parameter).__class__ = StoredParameter
-        return [(handle, values)]
+        try:
+            cast("Any", parameter).__class__ = StoredParameter
+            with _plainly():
+                if not _is_alone(parameter):
+                    return []
+                values = parameter.detach()
+                content = content_of(values)
+                handle = store.put(content.line(values))
+                if handle is None:
+                    return []
+                gone = ref(parameter, partial(_forget, id(parameter)))
+                _stored[id(parameter)] = _StoredValues(handle, content, keeper, gone)
+                parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+            return [(handle, values)]
+        finally:
+            if id(parameter) not in _stored:
+                cast("Any", parameter).__class__ = nn.Parameter
 
 
 def _forget(key: int, _: object) -> None:
@@ -224,8 +256,7 @@ def can_leave(parameter: Tensor) -> bool:
 
 def _is_alone(parameter: Tensor) -> bool:
     # The node that adds up gradients owns the parameter as long as a graph leads to it; `edge` owns the node.
-    with torch.inference_mode(mode=False), below_transforms(), hiding():
-        edge = get_gradient_edge(parameter) if parameter.requires_grad else None
+    edge = get_gradient_edge(parameter) if parameter.requires_grad else None
     storage = [parameter.untyped_storage()]
     return holders_in_torch(parameter) == (edge is not None) and tensors_in(storage) == 1
 
