@@ -113,11 +113,11 @@ class ModuleHook:
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleHook:
         return ModuleHook()
 
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
 
 def keeps_in_store(model: nn.Module) -> bool:
     """Return whether parameters of a model wait in a store while their modules do not run."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     return any(isinstance(one, ModuleHook) and one.is_active for one in hooks)
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
