@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 # How much more rarely than usual the collector visits objects in a block that are not young: they are the records that
-# we make of a step, some ten objects for each of its own. What it leaves behind dies young, and is found as always.
+# we make of a step, far more than what it makes itself. What it leaves behind dies young, and is found as always.
 _RARELY = 10
 
 # Whether a block of ours is open. The collector can count the frozen objects, but only by a pass over all of them.
