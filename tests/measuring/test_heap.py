@@ -78,11 +78,11 @@ def test_a_heap_that_the_caller_has_frozen_stays_frozen():
     assert frozen() is not None
 
 
-def test_old_objects_are_visited_rarely_in_the_block_and_as_before_after_it():
+def test_objects_that_are_not_young_are_visited_rarely_in_the_block_and_as_before_after_it():
     young, middle, old = gc.get_threshold()
 
     with heap_set_aside():
         inside = gc.get_threshold()
 
-    assert inside == (young, middle, 10 * old)
+    assert inside == (young, 10 * middle, old)
     assert gc.get_threshold() == (young, middle, old)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from torchremat.measuring import untouched as untouching
 from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.runs import subject_of
 from torchremat.measuring.untouched import gradient_leaves, untouched
 from torchremat.tensors.versioned import Versioned
 
@@ -94,6 +96,55 @@ def test_the_optimizers_parameters_and_further_leaves_are_kept_too():
 
     assert x.grad is None
     assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+
+
+def test_runs_of_an_undisturbed_step_begin_and_end_alike(monkeypatch: pytest.MonkeyPatch):
+    # The state of a model was looked for before each run, of a profile four times: a tenth of it for a small model.
+    model, losses, looked = net(), list[float](), list[object]()
+    whole = untouching.reach
+    monkeypatch.setattr(untouching, "reach", lambda world, items, **how: looked.append(whole(world, items, **how)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(model: nn.Module) -> torch.Tensor:
+        loss = model(torch.randn(8, 4)).sum()
+        model[1].running_mean = torch.ones(4)
+        model[2].eval()
+        return loss
+
+    subject = subject_of(step, model, None)
+    with subject.undisturbed():
+        for _ in range(3):
+            with subject.untouched():
+                losses.append(float(subject.forward().detach()))
+            assert model[2].training
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with subject.untouched():
+        losses.append(float(subject.forward().detach()))
+
+    assert len(set(losses)) == 1
+    assert len(looked) == 2 * 2 + 4  # twice for the state, and in each run for the step
+
+
+def test_parameters_that_a_run_of_an_undisturbed_step_makes_are_restored_by_the_next():
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.LazyLinear(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    model = Hides()
+    subject = subject_of(lambda model: model(torch.ones(2, 3)).sum(), model, None)
+
+    with subject.undisturbed():
+        with subject.untouched():
+            subject.forward()
+        with subject.untouched():
+            subject.forward().backward()
+
+    assert model.layers[0].weight.shape == (4, 3)
+    assert model.layers[0].weight.grad is None
 
 
 def test_no_model_keeps_the_generators():

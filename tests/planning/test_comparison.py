@@ -17,7 +17,7 @@ from torchremat.measuring.runs import subject_of
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.events import pairs_of, without_hidden
+from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units
 from torchremat.planning.profiles.profiling import watch
 from torchremat.planning.profiles.tracing import trace
@@ -227,7 +227,5 @@ def test_allocations_and_their_frees_are_paired_as_one_reads_them_address_by_add
         marks=(),
     )
 
-    assert sorted(pairs_of(recorded).tolist()) == [[0, 2], [4, 9], [5, 6], [7, 9]]
-    assert sorted(pairs_of(recorded).tolist()) == sorted(
-        [*one] for those in recorded.intervals.values() for one in those
-    )
+    assert sorted(recorded.pairs.tolist()) == [[0, 2], [4, 9], [5, 6], [7, 9]]
+    assert recorded.intervals == {0: [(0, 2), (4, 9)], 1: [(5, 6)], 2: [(7, 9)]}

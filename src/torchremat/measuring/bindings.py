@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -45,7 +45,7 @@ class _Results(Protocol):
 
 _bind = partial(private, needed_for="measuring live bytes")
 MEMORY = "[memory]"  # the name of the events that carry an `Allocation`
-_ALLOCATION: type[object] = _bind("_C._profiler._ExtraFields_Allocation")
+ALLOCATION: type[Allocation] = _bind("_C._profiler._ExtraFields_Allocation")
 _CPU: object = _bind("_C._profiler.ProfilerActivity.CPU")
 _KINETO: object = _bind("_C._profiler.ProfilerState.KINETO")
 _USER_SCOPE: object = _bind("_C._profiler.RecordScope.USER_SCOPE")
@@ -87,12 +87,6 @@ def stop_profiler() -> Iterable[ProfilerEvent]:
     """Stop torch's profiler and return the roots of its event trees; none if another one took its place."""
     with profiler_silenced():
         return _disable_profiler().experimental_event_tree()
-
-
-def allocation_of(event: ProfilerEvent) -> Allocation | None:
-    """Return an event's allocator record; None for an event that only shares the name of such events."""
-    fields = event.extra_fields
-    return cast(Allocation, fields) if isinstance(fields, _ALLOCATION) else None
 
 
 def emit(name: str) -> None:

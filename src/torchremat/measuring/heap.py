@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-# How much more rarely than usual the collector visits all objects in a block: they are the records that we make of a
-# step, and each visit takes longer. What a step itself leaves behind dies young, where the collector comes as always.
+# How much more rarely than usual the collector visits objects in a block that are not young: they are the records that
+# we make of a step, far more than what it makes itself. What it leaves behind dies young, and is found as always.
 _RARELY = 10
 
 # Whether a block of ours is open. The collector can count the frozen objects, but only by a pass over all of them.
@@ -35,7 +35,7 @@ def heap_set_aside() -> Generator[None]:
     gc.freeze()
     _is_set_aside = True
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, old * _RARELY)
+    gc.set_threshold(young, middle * _RARELY, old)
     try:
         yield
     finally:

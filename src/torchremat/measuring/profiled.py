@@ -40,10 +40,10 @@ from torchremat._compat.collectives import settled_collectives
 from torchremat._compat.profiler import errors_alone
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
+    ALLOCATION,
     MEMORY,
     ProfilerEvent,
     a_profiler_runs,
-    allocation_of,
     emit,
     may_warm_up,
     start_profiler,
@@ -82,13 +82,13 @@ class ProfilerRecorder(AllocationRecorder):
         # Each attribute of an event is a C++ call, and events are many: read once. A stack instead of recursion, since
         # trees are as deep as the calls. Parents first, so that equal times keep their order.
         raw, marked_ns, calls = list[tuple[int, int, int]](), dict[int, int](), list[int]()
-        waiting = [*roots][::-1]
+        waiting, device = [*roots][::-1], self.device
         while waiting:
             node = waiting.pop()
             name = node.name
             if name == MEMORY:
-                one = allocation_of(node)
-                if one is not None and one.device == self.device:
+                one = node.extra_fields
+                if type(one) is ALLOCATION and one.device == device:  # else an event that only shares the name
                     raw.append((node.start_time_ns, one.ptr, one.alloc_size))
             elif name.startswith(_MARK):
                 marked_ns[int(name[len(_MARK) :])] = node.start_time_ns

@@ -36,9 +36,17 @@ from torchremat.measuring.step import (
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracker import StorageTracker
-from torchremat.measuring.untouched import gradient_leaves, untouched
+from torchremat.measuring.untouched import StateBefore, gradient_leaves, untouched
 from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
+
+
+@dataclass
+class _Undisturbed:
+    """Whether a step is undisturbed, and the state before its runs, if it is known by then and no run is going on."""
+
+    is_on: bool = False
+    before: StateBefore | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +60,7 @@ class Subject:
     optimizer: torch.optim.Optimizer | None
     _resident: dict[torch.device, int] = field(default_factory=dict[torch.device, int], repr=False)
     _known: Known = field(default_factory=Known, repr=False)
+    _undisturbed: _Undisturbed = field(default_factory=_Undisturbed, repr=False)
 
     @cached_property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -72,8 +81,12 @@ class Subject:
                 the better. Not for a run whose bytes or seconds count. See `untouched` for `"told"`.
             steps: Whether the optimizer may step.
         """
-        # Before anything is set aside: copies are on the device as well, and not in the user's own step.
-        self._resident.update(self._resident_now())
+        own = self._undisturbed
+        before, own.before = None if steps else own.before, None
+        if before is None:
+            # Before anything is set aside: copies are on the device as well, and not in the user's own step.
+            self._resident.update(self._resident_now())
+            before = StateBefore(self.models, self.optimizer, self.inputs)
         with (
             rehearsing(),
             untouched(
@@ -84,9 +97,22 @@ class Subject:
                 known=self._known,
                 looks=False if any(map(has_compiled, self.models)) else looks,
                 but=self.optimizers if steps else (),
+                before=before,
             ) as looking,
         ):
             yield looking
+        if own.is_on and before.stays and not steps:
+            own.before = before
+
+    @contextmanager
+    def undisturbed(self) -> Generator[None]:
+        """Look only once, in the block, for the state that each run restores: nothing changes it between the runs."""
+        own = self._undisturbed
+        was, own.is_on = own.is_on, True
+        try:
+            yield
+        finally:
+            own.is_on, own.before = was, None
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
         """Yield each device's allocated bytes that hold no tensor of the step. See NOTE [ What a device holds ]."""

@@ -23,6 +23,9 @@ A `StepRecord` is a list as well: calls entered and left, operators with the val
 tensors and their graphs that are dropped, storages freed. `StepRecorder` makes it, in the order in which a mode and
 hooks see these events; each operator has its marks in the allocations, if they are recorded.
 
+`Watcher` makes no list but notes by unit: which unit a region is, and which address is an input of it, is known while
+the region runs. A list would hold the same marks, and its reader would make these notes.
+
 `saved` has a record of its own, `SaveLog`. It extends the log that names the operators of a region in errors, with its
 rule for which operator saves a tensor. That log notes lines of code, by a walk up the Python stack: a small operator
 takes 22 us more under it in a model two calls deep, 14 us under a `StepRecorder`, and each profile runs the latter.
@@ -104,17 +107,22 @@ class AllocationTrace:
         return live_bytes_of(self.delta_bytes)
 
     @cached_property
+    def pairs(self) -> NDArray[np.int64]:
+        """The events that allocated and freed each memory, as rows; what stays is freed after the last event."""
+        order = np.argsort(self.ptr, kind="stable")
+        pointers, grows = self.ptr[order], self.delta_bytes[order] > 0
+        is_last, is_freed = np.ones_like(grows), np.zeros_like(grows)
+        is_last[:-1] = pointers[1:] != pointers[:-1]
+        is_freed[:-1] = ~is_last[:-1] & ~grows[1:]
+        freed = np.where(is_freed, np.roll(order, -1), len(order) + 1)
+        return np.stack([order, freed], 1)[grows & (is_freed | is_last)]
+
+    @cached_property
     def intervals(self) -> Intervals:
-        """For each address the events that allocated and freed it; what stays is freed after the last event."""
+        """The same by address, in order."""
         intervals: Intervals = {}
-        open_at: dict[int, int] = {}
-        for event, (pointer, delta) in enumerate(zip(self.ptr.tolist(), self.delta_bytes.tolist(), strict=True)):
-            if delta > 0:
-                open_at[pointer] = event
-            elif pointer in open_at:
-                intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
-        for pointer, event in open_at.items():
-            intervals.setdefault(pointer, []).append((event, len(self.ptr) + 1))
+        for pointer, (allocated, freed) in zip(self.ptr[self.pairs[:, 0]].tolist(), self.pairs.tolist(), strict=True):
+            intervals.setdefault(pointer, []).append((allocated, freed))
         return intervals
 
     def live_bytes_at(self, mark: int) -> int:

@@ -46,6 +46,53 @@ from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned
 
 
+class StateBefore:
+    """The state of models, an optimizer and tensors before a step, found by following all references.
+
+    It is the same before each of several runs that nothing comes between: every run ends with all of it restored.
+
+    Args:
+        models: The models.
+        optimizer: Its options and its state.
+        tensors: Further tensors.
+
+    Attributes:
+        world: What was reached, without the tensors that have a graph: the step may free them.
+        leaves: The leaves that backward may give a gradient to.
+        buffers: The buffers of all modules.
+        stays: Whether it is the same after a run; not if a lazy module makes its parameters in it.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, tensors: Sequence[Tensor]
+    ) -> None:
+        self.world = world = World()
+        reach(world, [] if optimizer is None else [optimizer], are_whole=True)
+        reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer, and run its hooks
+        reshard(world.modules)  # an earlier forward may have had no backward, and then other tensors are the parameters
+        self.leaves = gradient_leaves(models, optimizer, tensors)
+        self.buffers = [one for module in world.modules for one in module.buffers(recurse=False)]
+        self.stays = not world.waits
+        self._random = RandomNumbers()
+        self._states = [(generator, generator.get_state()) for generator in world.generators]
+        self._snapshot = Snapshot(world, backs_up=False)
+        self._copies = Buffers(world.modules)
+        world.tensors = [one for one in world.tensors if one.is_leaf]
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Restore it after the block."""
+        # Each part separately, so that the others are restored if one cannot be.
+        with ExitStack() as stack:
+            stack.callback(reshard, self.world.modules)
+            stack.callback(self._random.put_back)
+            for generator, state in self._states:
+                stack.callback(generator.set_state, state)
+            stack.callback(self._snapshot.put_back)
+            stack.callback(self._copies.put_back)
+            yield
+
+
 @contextmanager
 def untouched(
     model: nn.Module | Iterable[nn.Module] | None,
@@ -56,6 +103,7 @@ def untouched(
     known: Known | None = None,
     looks: bool | Literal["told"] = False,
     but: Sequence[torch.optim.Optimizer] = (),
+    before: StateBefore | None = None,
 ) -> Generator[Looking | None]:
     """Set gradients aside for the block, and afterwards restore all state that the step may have changed; see above.
 
@@ -72,43 +120,35 @@ def untouched(
         looks: Whether the operators of the block may be intercepted, to learn which tensors the step writes; `"told"`
             if a mode of the caller tells each of them to the `Looking` that is yielded, if one is.
         but: The optimizers that may step in the block.
+        before: The state of the same models, optimizer and tensors, if it is known already.
 
     Raises:
         UnsupportedError: In the step of an optimizer.
         StepError: The block wrote to a tensor that is not copied.
     """
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
-    world = World()
-    reach(world, [] if optimizer is None else [optimizer], are_whole=True)
-    reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer this way, and run its hooks
+    before = before or StateBefore(models, optimizer, tensors)
+    world, modules, leaves = before.world, before.world.modules, before.leaves
     beside = World()
     beside.skip_all_of(world)
     reach(beside, [] if step is None else [step])
-    modules = world.modules
-    reshard(modules)  # an earlier forward may have had no backward, and then other tensors are the parameters
-    leaves = gradient_leaves(models, optimizer, tensors)
+    reshard(modules)
     own = set(map(id, leaves))
-    others = [one for one in world.tensors if one.is_leaf and id(one) not in own]
-    buffers = [one for module in modules for one in module.buffers(recurse=False)]
+    others = [one for one in world.tensors if id(one) not in own]
     # Each part enters separately, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
-        stack.callback(reshard, modules)
-        stack.callback(RandomNumbers().put_back)
-        for generator in world.generators:
-            stack.callback(generator.set_state, generator.get_state())
-        stack.callback(Snapshot(world, backs_up=False).put_back)
+        stack.enter_context(before.restored())
         stack.enter_context(_given_back(beside))
-        stack.callback(Buffers(modules).put_back)
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
-        writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=bool(looks))
+        writes = Writes([world, beside], before.buffers, leaves, known=known or Known(), names=names, looks=bool(looks))
         stack.enter_context(writes.undone())
         looking = writes.looking
         if looking is not None and looks != "told":
             stack.enter_context(looking)
-        del world, beside, writes, buffers  # they hold tensors that the step may free
+        del world, beside, writes, before  # they hold tensors that the step may free
         try:
             yield looking
         except BaseException:

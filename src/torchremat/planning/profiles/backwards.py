@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.measuring.traces import AllocationTrace, live_bytes_of
-from torchremat.planning.profiles.events import pairs_of
 from torchremat.planning.profiles.watching import WatchedUnit
 from torchremat.planning.simulator.points import Releases
 
@@ -114,9 +113,8 @@ class Backwards:
         self._delta_bytes = delta_bytes
         self._intervals = trace.intervals
         self._position = position
-        pairs = pairs_of(trace)
-        self._pairs = pairs[np.argsort(pairs[:, 1])]
-        self._made = pairs[np.argsort(pairs[:, 0])]
+        self._pairs = trace.pairs[np.argsort(trace.pairs[:, 1])]
+        self._made = trace.pairs[np.argsort(trace.pairs[:, 0])]
 
     def interval(self, pointer: int, position: int) -> tuple[int, int] | None:
         """Return the events that allocated and freed the memory at an address before a position; None if it is free."""
@@ -144,9 +142,8 @@ class Backwards:
         if own.recomputed < 0:
             return 0
         begin, end = self._position[own.recompute], self._position[own.recomputed]
-        asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
-        made = 0
-        for pointer in {pointer for index, pointer in asked if own.saved[index] in fixed}:
+        asked, made = own.asked_here(), 0
+        for pointer in {pointer for index, pointer in asked if own.parts[index][0] in fixed}:
             at_address = self._intervals.get(pointer, ())
             places = range(bisect_left(at_address, (begin,)), bisect_left(at_address, (end,)))
             made += sum(int(self._delta_bytes[at_address[place][0]]) for place in places)
@@ -158,17 +155,17 @@ class Backwards:
         first, last = np.searchsorted(self._pairs[:, 1], (begin, end))
         allocated, freed = self._pairs[first:last].T
         remade = freed[(recompute <= allocated) & (allocated < begin)] - begin
-        asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
-        live = ((index, self.interval(pointer, begin)) for index, pointer in asked)
+        live = ((index, self.interval(pointer, begin)) for index, pointer in own.asked_here())
         freed_at = {
             index: one[1] - begin for index, one in live if one is not None and one[0] >= recompute and one[1] < end
         }
+        storages = tuple([first for first, *_ in own.parts])
         return UnitBackward(
             delta_bytes=self._delta_bytes[begin:end],
             asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
             freed_at=freed_at,
             lost_at={place: self._position[mark] - begin for place, mark in own.lost_at.items()},
             remade=frozenset(remade.tolist()),
-            storages=tuple(own.saved),
-            fixed=fixed.intersection(own.saved),
+            storages=storages,
+            fixed=fixed.intersection(storages),
         )

@@ -1,4 +1,4 @@
-"""The allocator's events of a step: which ones belong together, and which ones exist only because of regions."""
+"""The allocator's events of a step: which ones exist only because of regions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from numpy.typing import NDArray
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 
-def pairs_of(trace: AllocationTrace) -> NDArray[np.int64]:
-    """Return the events that allocated and freed each memory, as rows; what stays is freed after the last event."""
-    order = np.argsort(trace.ptr, kind="stable")
-    pointers, grows = trace.ptr[order], trace.delta_bytes[order] > 0
-    is_last, is_freed = np.ones_like(grows), np.zeros_like(grows)
-    is_last[:-1] = pointers[1:] != pointers[:-1]
-    is_freed[:-1] = ~is_last[:-1] & ~grows[1:]
-    freed = np.where(is_freed, np.roll(order, -1), len(order) + 1)
-    return np.stack([order, freed], 1)[grows & (is_freed | is_last)]
-
-
 def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> AllocationTrace:
     """Return the trace without the copies that regions make before a call and drop after it, between marks `copying`.
 
@@ -30,7 +19,7 @@ def without_copies(trace: AllocationTrace, copying: list[tuple[int, int]]) -> Al
     of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
     for begin, end in copying:
         of_copies[trace.marks[begin].position : trace.marks[end].position] = True
-    pairs = pairs_of(trace)
+    pairs = trace.pairs
     delta = trace.delta_bytes.copy()
     delta[pairs[of_copies[pairs].all(1)]] = 0
     return replace(trace, delta_bytes=delta)
@@ -47,7 +36,7 @@ def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) ->
     positions = np.array([mark.position for mark in trace.marks])
     events = np.arange(len(trace.ptr))
     within = np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
-    pairs = pairs_of(trace)
+    pairs = trace.pairs
     goes = np.append(within & (trace.delta_bytes > 0), [False, False])
     goes[pairs[goes[pairs[:, 0]], 1]] = True
     goes = goes[: len(events)]

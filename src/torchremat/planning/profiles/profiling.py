@@ -101,7 +101,8 @@ def profile_subject(
     """
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
-    with peers.each(machine.entered), heap_set_aside(), peers.each(partial(state_made, subject)):
+    made = partial(state_made, subject)
+    with peers.each(machine.entered), heap_set_aside(), peers.each(made), subject.undisturbed():
         profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
         try:
             return profiling.pair(leaves=leaves, around=around)

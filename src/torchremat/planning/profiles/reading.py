@@ -270,7 +270,7 @@ class _Reader:
             address, is_dropped = save.storage.cdata, own.is_dropped(save.place)
             if address in own.outputs and not is_dropped:
                 boundary.add(own.outputs[address])
-            allocated, freed = self.interval(save)
+            allocated, freed = self.interval(own, save)
             if address not in own.outputs and save.number >= 0 and not is_dropped:
                 if allocated is None and save.number in self.casts:
                     left.add(save.number)  # See NOTE [ Casts in a recompute ]
@@ -316,7 +316,8 @@ class _Reader:
         if len(linked.calls) > 1 or linked.carried:  # states between its calls, and what is in objects among arguments
             return 0
         # What is saved through a hook as well, as by `torch.cond`, is there once in a recompute.
-        saved = {allocated for allocated, _ in map(self.interval, own.saves) if allocated is not None}
+        intervals = (self.interval(own, save) for save in own.saves)
+        saved = {allocated for allocated, _ in intervals if allocated is not None}
         return self.reader.graph_bytes(own, self.forward, saved)
 
     def recast_bytes(self, unit: int) -> int:
@@ -338,11 +339,10 @@ class _Reader:
             "settle_bytes": int(settling.max() - settling[0]),
         }
 
-    def interval(self, save: UnitSave) -> tuple[int | None, int]:
-        """The events that allocated and freed a saved storage; None if it existed before its unit began."""
-        begin = self.position[self.watcher.watched[save.unit].begins]
+    def interval(self, own: WatchedUnit, save: UnitSave) -> tuple[int | None, int]:
+        """The events that allocated and freed a storage that a unit has saved; None if it existed before the unit."""
         found = self.reader.interval(save.pointer, self.position[save.mark])
-        return (None, 0) if found is None or found[0] < begin else found
+        return (None, 0) if found is None or found[0] < self.position[own.begins] else found
 
     def backward_seconds(self, unit: int) -> float:
         key = (ProgramPoint.RELEASED, unit)

@@ -111,8 +111,9 @@ class Trace:
         fixed: Storages of parameters, buffers and other tensors from before.
         born: For a storage number the time at which it was first seen.
         died: For a storage number the time by which it was freed; absent if it was alive at the end of the forward.
-        lasting: The storages freed after a call had returned, before anything else ran: by `died` they were freed
-            before it returned, since nothing is held for them, and at its last mark they were live.
+        lasting: The storages freed after calls had returned in a row, before anything else ran, each with the time of
+            the last return: by `died` they were freed before the first one returned, since nothing is held for them,
+            and at the last marks of these calls they were live.
         step_saved: The saves of autograd outside every call, in the step's own code.
         end: Time at the end of the forward.
         flops: Flops of the whole forward.
@@ -131,7 +132,7 @@ class Trace:
     step_saved: list[SavedStorage]
     end: int
     flops: int
-    lasting: frozenset[int] = frozenset()
+    lasting: Mapping[int, int] = field(default_factory=dict[int, int])
     operators: StepRecord = field(default_factory=StepRecord)
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()
@@ -218,12 +219,12 @@ class CallReader:
         self.numbers = numbers
         self.born = born
         self.died: dict[int, int] = {}
-        self.lasting: set[int] = set()
+        self.lasting: dict[int, int] = {}
         self.step_saved: list[SavedStorage] = []
         self.time = 0
         self.runs = 0
         self.flops = 0
-        self.is_idle = False  # whether nothing has run since a call returned
+        self.idle_since: int | None = None  # the first return of a call since which nothing has run
         self.saves: dict[int, tuple[SavedStorage, list[tuple[TracedCall, int]]]] = {}  # with the calls' flops so far
 
     def read(self) -> None:
@@ -239,19 +240,21 @@ class CallReader:
             case Run():
                 self.runs += 1
                 self.flops += event.flops
-                self.is_idle = False
+                self.idle_since = None
             case StorageFreed():
                 if event.storage not in self.numbers:
                     return  # no call has seen it
-                # A storage freed after a call returned, before anything else ran, was an argument with no other
-                # reference, or the old value of the variable that takes its result.
+                # A storage freed after calls returned, before anything else ran, was an argument with no other
+                # reference, a variable of one of them, or the old value of the variable that takes its result.
                 number = self.numbers[event.storage]
-                self.died[number] = self.time - 1 if self.is_idle else self.time
-                if self.is_idle:
-                    self.lasting.add(number)
+                self.died[number] = self.time
+                if self.idle_since is not None:
+                    self.lasting[number] = self.time
+                    is_older = self.born.get(number, 0) < self.idle_since
+                    self.died[number] = (self.idle_since if is_older else self.time) - 1
             case CallEntered():
                 self.time += 1
-                self.is_idle = False
+                self.idle_since = None
                 call = self.calls[event.call]
                 call.entered, call.begins = self.time, event.mark
                 call.inputs = self._seen(event.seen, self.time)
@@ -262,7 +265,7 @@ class CallReader:
                 call.operators, call.flops = range(call.operators.start, self.runs), self.flops - call.flops
                 self.time += 1
                 call.left = self.time
-                self.is_idle = True
+                self.idle_since = self.time if self.idle_since is None else self.idle_since
             case TensorSaved():
                 storages = [self.record.values[value].storage for value in event.values] or [-1]
                 first, *others = self._shows(storages, self.time + 1)

@@ -248,7 +248,7 @@ def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: Allocat
         fixed=frozenset(numbers[storage] for storage in own.fixed),
         born=reader.born,
         died=reader.died,
-        lasting=frozenset(reader.lasting),
+        lasting=reader.lasting,
         step_saved=reader.step_saved,
         end=reader.time + 1,
         flops=flops,

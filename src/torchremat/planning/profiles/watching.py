@@ -28,7 +28,6 @@ from torchremat.tensors.structure import tensors_in
 class UnitSave:
     """One tensor that autograd saved in a unit, neither an input nor a parameter."""
 
-    unit: int
     mark: int
     pointer: int
     place: int  # among the saves of the unit
@@ -50,8 +49,7 @@ class WatchedUnit:
     output_pointers: list[int] = field(default_factory=list[int])  # of the outputs, among the allocations
     boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
     saves: list[UnitSave] = field(default_factory=list[UnitSave])
-    saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
-    parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # the same with all parts of a wrapper
+    parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # of all saves in the trace, in order
     saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
     slots: list[ReferenceType[Slot]] = field(default_factory=list[ReferenceType[Slot]])
     dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
@@ -61,6 +59,10 @@ class WatchedUnit:
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[Recomputable] | None = None
+
+    def asked_here(self) -> list[tuple[int, int]]:
+        """Return the saves that backward asked for and the trace knows, each with the address that it got."""
+        return [(save, pointer) for save, (_, pointer) in self.asked.items() if save < len(self.parts)]
 
     def is_dropped(self, place: int) -> bool:
         """Return whether a save has lost its graph when the unit has ended."""
@@ -128,8 +130,7 @@ class Watcher(UnitObserver):
         self.pointer_of = pointer_of
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
         self.watched = [
-            WatchedUnit(saved=units.saved(unit), parts=[one.storages for one in units.saves_in(unit)])
-            for unit in range(len(units.units))
+            WatchedUnit(parts=[one.storages for one in units.saves_in(unit)]) for unit in range(len(units.units))
         ]
         self.order: list[int] = []
         # The marks between which regions copy generator states and buffers, or drop the copies.
@@ -191,7 +192,7 @@ class Watcher(UnitObserver):
                 own.boundary.append((place, own.inputs[address]))
                 continue
             number = numbers[part] if part < len(numbers) else -1
-            own.saves.append(UnitSave(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+            own.saves.append(UnitSave(mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
 
     def stays(self, unit: int) -> Container[int]:
         """Return the addresses of the storages that a unit's region holds."""

@@ -95,11 +95,15 @@ def _more(blocks: Profile, leaves: Profile, point: ProgramPoint, unit: int, plac
     return leaves.extra_bytes[point, place] - blocks.extra_bytes[point, unit]
 
 
-def _held_after(profile: Profile) -> list[frozenset[int]]:
+def _held_after(profile: Profile) -> list[set[int]]:
     """For each unit, the storages held when it has returned, as a region, that are freed by then in the trace."""
     units, lasting = profile.units, profile.units.trace.lasting
     simulator = MemorySimulator(units, profile.sizes, profile.order, profile.lifetimes, every_unit(units))
-    return [lasting & simulator.live.held.keys() for state in simulator.forward() if state.key[0] is ProgramPoint.LEFT]
+    return [
+        lasting.keys() & simulator.live.held.keys()
+        for state in simulator.forward()
+        if state.key[0] is ProgramPoint.LEFT
+    ]
 
 
 def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]:
@@ -132,9 +136,10 @@ class _OwnSaves:
         self.counted = np.cumsum(change)
         # By the time at which a call returned: storages freed by the trace, and still live at the call's last mark.
         self.lasting: dict[int, list[int]] = {}
-        for storage in begins.keys() & trace.lasting:
+        for storage in begins.keys() & trace.lasting.keys():
             if begins[storage] <= trace.died[storage]:
-                self.lasting.setdefault(trace.died[storage] + 1, []).append(storage)
+                for time in range(trace.died[storage] + 1, trace.lasting[storage] + 1):
+                    self.lasting.setdefault(time, []).append(storage)
 
     def between(self, begin: int, end: int) -> int:
         """Return the bytes saved from one time until another."""

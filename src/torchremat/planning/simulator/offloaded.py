@@ -45,7 +45,7 @@ class OffloadedBytes:
     def left(self, unit: int) -> Iterator[Live]:
         """A unit has returned: its saved tensors are put, and the payloads due to leave have left."""
         if unit in self._offloads:
-            total, what = self._live.total(self._lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
+            total, what = self._live.total(self._lifetimes.returning[unit]), f"storing what {self._name(unit)} saves"
             yield Live((ProgramPoint.LEFT, unit), total, self._store(unit), what, moves=True)
         for leaving in self._leaving.get(unit, ()):
             offload_size = self._offloads[leaving].offload_size

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchremat.planning.profiles.units import Units
 
@@ -186,6 +187,7 @@ class Lifetimes:
     """
 
     def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], others: Iterable[int] = ()) -> None:
+        self._units = units
         self._trace = units.trace
         self.boundary = {
             storage
@@ -197,13 +199,23 @@ class Lifetimes:
         self._born = np.array([born[one] for one in self._storages.tolist()], np.int64)
         self._died = np.array([died.get(one, units.trace.end) for one in self._storages.tolist()], np.int64)
         count = len(units.units)
-        self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
-        self.left = [self._alive(units.left(unit)) for unit in range(count)]
-        self.end = self._alive(units.trace.end)
+        self.entered = [self._alive(units.entered(unit), self._died) for unit in range(count)]
+        self.left = [self._alive(units.left(unit), self._died) for unit in range(count)]
+        self.end = self._alive(units.trace.end, self._died)
         pairs = zip(units.units, sizes, strict=True)
         self.made = [(size.saved - set(unit.inputs)) | size.left for unit, size in pairs]
         self.inter_call = self._inter_call(units)
         self.graphs = [units.graph_until(unit) for unit in range(count)]
+
+    @cached_property
+    def returning(self) -> list[list[int]]:
+        """For each unit the storages alive while it returns: also what dies with its return.
+
+        That is also what dies as calls around it return at once. A store is given what a unit has saved in this moment.
+        """
+        gone = self._units.trace.lasting
+        until = np.maximum(self._died, [gone.get(one, 0) for one in self._storages.tolist()])
+        return [self._alive(self._units.left(unit), until) for unit in range(len(self.left))]
 
     @cached_property
     def inter_call_before(self) -> dict[int, list[int]]:
@@ -213,8 +225,8 @@ class Lifetimes:
             found.setdefault(before, []).append(storage)
         return found
 
-    def _alive(self, time: int) -> list[int]:
-        return self._storages[(self._born <= time) & (time <= self._died)].tolist()
+    def _alive(self, time: int, until: NDArray[np.int64]) -> list[int]:
+        return self._storages[(self._born <= time) & (time <= until)].tolist()
 
     def _inter_call(self, units: Units) -> list[tuple[int, int]]:
         inside: set[int] = set()
