@@ -52,6 +52,7 @@ from torchremat.state.following.objects import (
     follow_partial,
     follow_proxy,
     follow_script,
+    follow_tables,
     follow_tensor,
     follow_tuple,
     follow_uninitialized,
@@ -107,6 +108,7 @@ def reach(
                     continue
             seen.add(key)
             visit(world, item)
+        follow_tables(world)
         follow_methods(world)
         if not pending:
             break

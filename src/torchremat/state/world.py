@@ -48,6 +48,7 @@ class World:
     While roots are followed:
         pending: The objects still to be followed.
         seen: By id, the objects that were followed, or must not be.
+        met: Modules whose tables are still to be followed.
         called: The names of attributes that reached code reads.
         classes: The user's classes that were met, with the names of their methods that have been followed.
         has_cached: Whether the cache of parametrizations was reached.
@@ -56,7 +57,7 @@ class World:
 
     __slots__ = (
         "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
-        "loose", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
+        "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
         "sets_generators", "shards", "state", "tensors", "waits",
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ class World:
         self.runs_code = False
         self.seen: set[int] = set()
         self.pending: list[object] = []
+        self.met: list[nn.Module] = []
         self.called: set[str] = set()
         self.classes: dict[type, set[str]] = {}  # with the names of the methods that have been followed
         self.has_cached = False
