@@ -110,7 +110,8 @@ _HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_EVERY_MODULE = [*nn.Module().__dict__]
+_COUNT = len(_OF_EVERY_MODULE)
 
 _HEAP_TYPE = 1 << 9  # set for classes written in Python
 
@@ -138,8 +139,10 @@ def follow_module(world: World, module: nn.Module) -> None:
         if "parametrizations" in children and not world.has_cached:
             world.has_cached = True
             world.push(world.bindings.add_names(*cached_weights))
-    if len(own) > len(_OF_EVERY_MODULE):
-        for name in own.keys() - _OF_EVERY_MODULE:
+    names = [*own]
+    if len(names) > _COUNT:
+        # They come first, unless a class sets attributes before it calls `nn.Module.__init__`.
+        for name in names[_COUNT:] if names[:_COUNT] == _OF_EVERY_MODULE else own.keys() - _OF_EVERY_MODULE:
             value = own[name]
             if type(value) in LEADS_NOWHERE:
                 continue
