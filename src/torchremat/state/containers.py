@@ -169,8 +169,8 @@ class Dicts:
     __slots__ = ("_dicts", "_empty", "_keys", "_keys_of", "_sizes", "_values_of", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
-        # Most tables of modules, hooks above all, are empty, which is the cheapest property to check: a built-in dict is
-        # false then. A subclass may run code when it is asked, so where one is among them, none is set apart.
+        # Most tables of modules, hooks above all, are empty, which is the cheapest property to check: a built-in dict
+        # is false then. A subclass may run code when it is asked, so where one is among them, none is set apart.
         is_built_in = _BUILT_IN.issuperset(map(type, dicts))
         self._empty = [*filterfalse(None, dicts)] if is_built_in else []
         self._dicts = dicts = [*filter(None, dicts)] if is_built_in else dicts
