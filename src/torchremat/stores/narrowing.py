@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
-from typing import cast
 from weakref import ref
 
 import torch
@@ -41,6 +40,7 @@ from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import Owner
+from torchremat.tensors.structure import tensors_in
 from torchremat.tensors.versioned import Versioned
 
 # How many nodes of one operation to visit; the largest functions of torch make some tens.
@@ -244,7 +244,7 @@ class SlotWatch(TorchFunctionMode):
         """Return the waiting slots that need less than the tensor, found by their contents."""
         waiting = {one.narrowable for one in self._waiting}
         found: dict[Narrowable, _NarrowedSlot] = {}
-        nodes = [tensor.grad_fn for tensor in _tensors_in(result)]
+        nodes = [tensor.grad_fn for tensor in tensors_in(result)]
         seen: set[Node] = set()
         while nodes and len(found) < len(waiting) and len(seen) < _MOST_NODES:
             node = nodes.pop()
@@ -296,11 +296,3 @@ def _may_be_narrowed(tensor: Tensor) -> bool:
         and not tensor.is_inference()
         and not is_leaf_of_model(tensor)
     )
-
-
-def _tensors_in(result: object) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, (tuple, list)):
-        return [tensor for one in cast("Iterable[object]", result) for tensor in _tensors_in(one)]
-    return []
