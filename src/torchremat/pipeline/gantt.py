@@ -125,7 +125,7 @@ def _draw_chart(
     groups, shares, start_s = timeline.groups, timeline.idle_share, timeline.start_s
     rows = [stage for group in groups for stage in group]
     own = {stage: pieces(timeline.events_of(stage)) for stage in rows}
-    kinds = {bar.event.kind for bars in own.values() for bar in bars}
+    kinds: set[Kind] = {bar.event.kind for bars in own.values() for bar in bars}
     compute_height = _HEIGHT - (_COPY_HEIGHT if "copy" in kinds else 0)
     for place, stage in enumerate(rows):
         first, bottom = place - _HEIGHT / 2, place + _HEIGHT / 2
