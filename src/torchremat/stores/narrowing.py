@@ -27,13 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
 from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import Args, Kwargs, Operation, sequence_number
-from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.global_state import only_watches
 from torchremat.errors import StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
-from torchremat.stores.foreign import is_leaf_of_model
+from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
@@ -287,12 +286,8 @@ def _may_be_narrowed(tensor: Tensor) -> bool:
     """Return whether a tensor has floats in memory and is no parameter."""
     return (
         type(tensor) is Tensor
-        and tensor.layout is torch.strided
         and tensor.dtype.is_floating_point
-        and tensor.device.type != "meta"
-        and not tensor.is_nested
-        and transform_level_of(tensor) == -1
         and not tensor.is_neg()
-        and not tensor.is_inference()
+        and is_plain_array(tensor)
         and not is_leaf_of_model(tensor)
     )
