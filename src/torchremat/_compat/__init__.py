@@ -5,7 +5,7 @@ needs it fails and gives the name, rather than a training step failing in the mi
 
 Supported: torch 2.11 to 2.14; developed and tested on 2.13.
 
-binding.py            how a private name is bound
+binding.py            how a private name is bound, and an attribute replaced for a while
 autograd.py           hooks for saved tensors, nodes, backward calls and their threads, which custom Function saves
 tensors.py            reference counts of tensors and storages, subclasses, and containers of tensors
 checkpoints.py        private state of torch's own checkpoint

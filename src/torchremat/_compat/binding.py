@@ -1,7 +1,9 @@
-"""How a private name of torch is bound."""
+"""How a private name of torch is bound, and an attribute of code that is not ours replaced for a while."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,3 +43,22 @@ def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) 
     if since is not None and since > RELEASE:
         advice = f"Torch {since[0]}.{since[1]} has it; install that, or a newer one."
     raise VersionError(f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {advice}")
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def overridden(owners: Iterable[object], /, **values: object) -> Generator[None]:
+    """Give modules, classes or other objects some attributes of their own in a block, and what they had after it."""
+    had = [(one, name, vars(one).get(name, _ABSENT)) for one in owners for name in values]
+    try:
+        for one, name, _ in had:
+            setattr(one, name, values[name])
+        yield
+    finally:
+        for one, name, before in had:
+            if before is not _ABSENT:
+                setattr(one, name, before)
+            elif name in vars(one):
+                delattr(one, name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.binding import private
+from torchremat._compat.binding import overridden, private
 from torchremat._compat.tensors import holders_in_torch, tensors_in
 
 if TYPE_CHECKING:
@@ -52,15 +52,10 @@ def settled_collectives(around: Callable[[], AbstractContextManager[None]]) -> G
         yield
         return
     kind = cast("type[ProcessGroup]", distributed.ProcessGroup)
-    # As they are in the class: the result of `getattr` would no longer be a method.
-    methods = {name: method for name, method in vars(kind).items() if name in _CALLS}
-    for name in methods:
-        setattr(kind, name, _settled(getattr(kind, name), around, waits=name in _GATHERS))
-    try:
+    methods = [name for name in vars(kind) if name in _CALLS]
+    settled = {name: _settled(getattr(kind, name), around, waits=name in _GATHERS) for name in methods}
+    with overridden([kind], **settled):
         yield
-    finally:
-        for name, method in methods.items():
-            setattr(kind, name, method)
 
 
 def _settled(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import current_node
-from torchremat._compat.binding import private
+from torchremat._compat.binding import overridden, private
 from torchremat._compat.modes import (
     Args,
     EagerMode,
@@ -68,9 +68,8 @@ def lacks_fake_kernel(error: Exception) -> bool:
 below_autograd: Callable[[], AbstractContextManager[object]] = _bind("_C._AutoDispatchBelowAutograd")
 
 
-@contextmanager
-def autocast_of_cuda() -> Generator[None]:
-    """Let `torch.autocast("cuda")` in the block act as the CPU's, for fakes.
+def autocast_of_cuda() -> AbstractContextManager[None]:
+    """Return a context in which `torch.autocast("cuda")` acts as the CPU's, for fakes.
 
     Without CUDA torch would switch it off. One that was made earlier, by a decorator for example, is unchanged.
     """
@@ -88,11 +87,7 @@ def autocast_of_cuda() -> Generator[None]:
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
         own(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
-    torch.autocast.__init__ = made
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = own
+    return overridden([torch.autocast], __init__=made)
 
 
 @contextmanager

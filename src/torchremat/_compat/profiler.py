@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from torch.autograd import profiler
 
-from torchremat._compat.binding import private
+from torchremat._compat.binding import overridden, private
 
 _NOISE = re.compile(rb"USDT:.*\bprofiler_(start|stop)\s*")
 _STDERR = 2
@@ -90,16 +90,9 @@ for _name in _STARTS:
     private(f"autograd.profiler.{_name}", needed_for="measuring steps under a plan")
 
 
-@contextmanager
-def before_profilers(told: Callable[[], None]) -> Generator[None]:
-    """While the block runs, call a function before any thread starts or warms up a torch profiler."""
-    names = profiler.__dict__
-    had = {name: names[name] for name in _STARTS}
-    names.update({name: partial(_told, told, start) for name, start in had.items()})
-    try:
-        yield
-    finally:
-        names.update(had)
+def before_profilers(told: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context in which a function is called before any thread starts or warms up a torch profiler."""
+    return overridden([profiler], **{name: partial(_told, told, vars(profiler)[name]) for name in _STARTS})
 
 
 def _told(told: Callable[[], None], start: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:

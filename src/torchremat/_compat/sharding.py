@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Protocol, cast
@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.binding import private
+from torchremat._compat.binding import overridden, private
 from torchremat.frames import running
 
 # NOTE [ What FSDP2 does to a parameter ]
@@ -262,17 +262,9 @@ def adds_gradients_up(modules: Iterable[nn.Module]) -> bool:
     return any(not (group.reduce_grads and group.all_reduce_grads) for group in _groups_in(modules))
 
 
-@contextmanager
-def reducing(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Let each backward of some modules reduce gradients in the block."""
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups_in(modules)]
-    for group, _, _ in before:
-        group.reduce_grads = group.all_reduce_grads = True
-    try:
-        yield
-    finally:
-        for group, reduces, all_reduces in before:
-            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+def reducing(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context in which each backward of some modules reduces gradients."""
+    return overridden(_groups_in(modules), reduce_grads=True, all_reduce_grads=True)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from torchremat._compat.binding import overridden
 from torchremat._compat.inductor import bound
 from torchremat.errors import UnsupportedError
 
@@ -102,14 +103,14 @@ def wrapper_of(
         i for i in range(visible if keeps_strides else 0) if isinstance(returned[i], Node)
     ]
     with ExitStack() as stack:
-        stack.enter_context(_replaced(lowering, "save_output_code", staticmethod(receive)))
+        stack.enter_context(overridden([lowering], save_output_code=staticmethod(receive)))
         stack.enter_context(_noted(donated))
         stack.enter_context(_uncounted())
         stack.enter_context(
             config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "trace.enabled": False})
         )
         # Where users switch caches off, each compilation creates its own folder, and leaves it behind.
-        stack.enter_context(_replaced(import_module(_COMPILE), "with_fresh_cache_if_config", nullcontext))
+        stack.enter_context(overridden([import_module(_COMPILE)], with_fresh_cache_if_config=nullcontext))
         stack.enter_context(suppress(_ProgramReceived))
         compile_(tried, inputs, is_backward=is_backward)
     if not found:
@@ -124,15 +125,11 @@ def extern_kernels() -> object:
     return bound("torch._inductor.select_algorithm", "extern_kernels")
 
 
-@contextmanager
-def _noted(donated: Sequence[int]) -> Generator[None]:
+def _noted(donated: Sequence[int]) -> AbstractContextManager[None]:
     """Record which inputs are donated where Inductor looks for it; AOTAutograd records it there after a split."""
     context = bound("torch._guards", "TracingContext").try_get()
-    if context is None:
-        yield
-        return
-    with _replaced(context, "fw_metadata", SimpleNamespace(bw_donated_idxs=list(donated))):
-        yield
+    noted = SimpleNamespace(bw_donated_idxs=list(donated))
+    return nullcontext() if context is None else overridden([context], fw_metadata=noted)
 
 
 @contextmanager
@@ -147,16 +144,6 @@ def _uncounted() -> Generator[None]:
         counters.clear()
         counters.update(before[0])
         metrics.update(before[1])
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Generator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _read(lowered: Any, code: str) -> Wrapper:

@@ -9,12 +9,10 @@ FSDP2                      whole gradients, not only this process's shard: they 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
 
-from torch import nn
-
+from torchremat._compat.binding import overridden
 from torchremat._compat.sharding import (
     adds_gradients_up,
     reducing,
@@ -25,8 +23,6 @@ from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 
-_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
-
 
 @contextmanager
 def as_the_last(subject: Subject) -> Generator[None]:
@@ -36,7 +32,7 @@ def as_the_last(subject: Subject) -> Generator[None]:
         StepError: The step returns no loss.
     """
     modules = [module for model in subject.models for module in model.modules()]
-    with _data_parallel_reducing(modules):
+    with overridden(filter(is_data_parallel, modules), require_backward_grad_sync=True):
         if not adds_gradients_up(modules):
             yield
             return
@@ -46,16 +42,3 @@ def as_the_last(subject: Subject) -> Generator[None]:
         with unreduced_gradients_aside(modules), reducing(modules):
             put_there()
             yield
-
-
-@contextmanager
-def _data_parallel_reducing(modules: Iterable[nn.Module]) -> Generator[None]:
-    parallel = [one for one in modules if is_data_parallel(one)]
-    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
-    for one in parallel:
-        vars(one)[_REDUCES] = True
-    try:
-        yield
-    finally:
-        for one, flag in zip(parallel, before, strict=True):
-            vars(one)[_REDUCES] = flag

@@ -7,13 +7,13 @@ on_after_backward        the block that runs within the budget ends
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 
+from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.interop import request
 from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
@@ -161,25 +161,11 @@ def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) 
     """Return the result of the training step, without any logging."""
     module = trainer.lightning_module
     takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with _mute(module):
+    with overridden([module], log=_say_nothing):  # `log_dict` calls it as well
         output = trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
     if output is None:
         raise NoLossError
     return output
-
-
-@contextmanager
-def _mute(module: pl.LightningModule) -> Generator[None]:
-    own = vars(module)
-    before = own.get("log")
-    own["log"] = _say_nothing  # `log_dict` calls it as well
-    try:
-        yield
-    finally:
-        if before is None:
-            del own["log"]
-        else:
-            own["log"] = before
 
 
 def _say_nothing(*args: object, **kwargs: object) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
 from torchremat.interop import request
@@ -133,8 +134,8 @@ class _TrainingWatch:
         # Older trainers have no method for the norm, and log none without clipping.
         wrapped = {name: method for name, method in ours if hasattr(trainer, name)}
         self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in wrapped}
-        self._own = {name: vars(trainer)[name] for name in wrapped if name in vars(trainer)}
-        vars(trainer).update(wrapped)
+        self._patch = ExitStack()
+        self._patch.enter_context(overridden([trainer], **wrapped))
 
     def check(self) -> None:
         if self._budgeted is None:
@@ -145,9 +146,7 @@ class _TrainingWatch:
             )
 
     def end(self) -> None:
-        for name in _STEPS:
-            vars(self._trainer).pop(name, None)
-        vars(self._trainer).update(self._own)
+        self._patch.close()
         if self._budgeted is not None:
             self._budgeted.end()
 

@@ -1,18 +1,15 @@
-"""Stages over time as a picture: a row for each stage, charts below each other on one axis of time.
-
-This is only the drawing, a layer below everything that draws a timeline: `Timeline.plot`, `reports.plots`.
-"""
+"""Stages over time as a picture: a row for each stage, steps below each other on one axis of time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torchremat.measuring.curves import new_figure
-from torchremat.schedules.pipelines import Kind
+from torchremat.pipeline.events import EventPiece, PipelineEvent, pieces
+from torchremat.schedules.pipelines import COMPUTES, Kind
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -54,52 +51,33 @@ _SHARES_AT = 1.006  # in widths of a chart
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GanttBar:
-    """A time span in a row; its text is drawn if it fits."""
+class _Drawable(Protocol):
+    """A `Timeline`, which draws itself by the functions below."""
 
-    kind: Kind
-    text: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class GanttRow:
-    """One stage.
-
-    Attributes:
-        name: On the left.
-        group: Rows of one group are the stages of one worker; a line parts groups of several.
-        idle_share: On the right.
-        bars: The activity of the stage.
-        elsewhere: Starts and ends of its worker's activity in other stages; the worker is not idle then.
-    """
-
-    name: str
-    group: int
-    idle_share: float
-    bars: tuple[GanttBar, ...]
-    elsewhere: tuple[tuple[float, float], ...] = ()
+    @property
+    def stages(self) -> int: ...
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def idle_share(self) -> tuple[float, ...]: ...
+    @property
+    def predicted(self) -> _Drawable | None: ...
+    def events_of(self, stage: int, /) -> tuple[PipelineEvent, ...]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class GanttChart:
-    """Rows below each other, from 0 to `step_s`, which follows the name."""
-
-    name: str
-    step_s: float
-    rows: tuple[GanttRow, ...]
-
-
-def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
-    """Draw the charts below each other into an image file; its ending gives the format.
+def draw(timelines: Mapping[str, _Drawable], path: str | Path) -> None:
+    """Draw steps below each other into an image file, by name, each with its prediction; its ending gives the format.
 
     Raises:
         UnsupportedError: matplotlib is not installed, or does not know the format.
     """
-    span_s = max([chart.step_s for chart in charts], default=0.0) or 1e-9
-    rows = sum(len(chart.rows) for chart in charts)
+    charts = [chart for name, timeline in timelines.items() for chart in _with_prediction(name, timeline)]
+    span_s = max([timeline.step_s for _, timeline in charts], default=0.0) or 1e-9
+    rows = sum(timeline.stages for _, timeline in charts)
     narrow, wide = _ROW_INCHES
     crowded = min(1.0, max(0.0, (rows - _FEW_ROWS) / (_MANY_ROWS - _FEW_ROWS)))
     row_inches = wide + crowded * (narrow - wide)
@@ -107,11 +85,11 @@ def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
         path, width_inches=_WIDTH_INCHES, height_inches=_REST_INCHES + len(charts) * _CHART_INCHES + rows * row_inches
     )
     unit, scale = next(((name, size) for name, size in _UNITS if span_s >= size), _UNITS[-1])
-    heights = [max(1, len(chart.rows)) for chart in charts]
+    heights = [max(1, timeline.stages) for _, timeline in charts]
     panels = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     legend: dict[str, Artist] = {}
-    for panel, chart in zip(panels, charts, strict=True):
-        legend |= _draw_chart(panel, chart, unit=unit, scale=scale, inches_per_s=_BARS_INCHES / span_s)
+    for panel, (name, timeline) in zip(panels, charts, strict=True):
+        legend |= _draw_chart(panel, name, timeline, unit=unit, scale=scale, inches_per_s=_BARS_INCHES / span_s)
     panels[0].set_xlim(0, span_s / scale)
     for panel in panels[:-1]:
         panel.spines["bottom"].set_visible(False)
@@ -131,25 +109,43 @@ def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inches_per_s: float) -> dict[str, Artist]:
+def _with_prediction(name: str, timeline: _Drawable) -> list[tuple[str, _Drawable]]:
+    title = f"{name}, " if name else ""
+    if timeline.predicted is None:
+        return [(f"{title}step", timeline)]
+    return [(f"{title}measured: step", timeline), (f"{title}predicted: step", timeline.predicted)]
+
+
+def _draw_chart(
+    panel: Axes, name: str, timeline: _Drawable, *, unit: str, scale: float, inches_per_s: float
+) -> dict[str, Artist]:
     """Draw one chart, and return the entries of its legend by name."""
     from matplotlib.patches import Patch
 
-    copies = any(bar.kind == "copy" for row in chart.rows for bar in row.bars)
-    shares = [row.idle_share for row in chart.rows]
-    compute_height = _HEIGHT - (_COPY_HEIGHT if copies else 0)
-    for place, row in enumerate(chart.rows):
+    groups, shares, start_s = timeline.groups, timeline.idle_share, timeline.start_s
+    rows = [stage for group in groups for stage in group]
+    own = {stage: pieces(timeline.events_of(stage)) for stage in rows}
+    kinds: set[Kind] = {bar.event.kind for bars in own.values() for bar in bars}
+    compute_height = _HEIGHT - (_COPY_HEIGHT if "copy" in kinds else 0)
+    for place, stage in enumerate(rows):
         first, bottom = place - _HEIGHT / 2, place + _HEIGHT / 2
-        panel.broken_barh([(0, chart.step_s / scale)], (first, compute_height), color=_IDLE, linewidth=0)
-        gaps = [(start_s / scale, (end_s - start_s) / scale) for start_s, end_s in row.elsewhere]
+        panel.broken_barh([(0, timeline.step_s / scale)], (first, compute_height), color=_IDLE, linewidth=0)
+        # Its worker is not idle while it works for its other stages.
+        others = [one for group in groups if stage in group for one in group if one != stage]
+        gaps = [
+            ((bar.start_s - start_s) / scale, bar.seconds / scale)
+            for other in others
+            for bar in own[other]
+            if bar.event.kind in COMPUTES
+        ]
         panel.broken_barh(gaps, (first, compute_height), color="white", linewidth=0)
         for kind, colour in _COLOURS.items():
-            bars = [bar for bar in row.bars if bar.kind == kind and bar.end_s > bar.start_s]
+            bars = [bar for bar in own[stage] if bar.event.kind == kind and bar.end_s > bar.start_s]
             height = _COPY_HEIGHT if kind == "copy" else compute_height
             top = bottom - height if kind == "copy" else first
-            points = [72 * (bar.end_s - bar.start_s) * inches_per_s for bar in bars]
+            points = [72 * bar.seconds * inches_per_s for bar in bars]
             panel.broken_barh(
-                [(bar.start_s / scale, (bar.end_s - bar.start_s) / scale) for bar in bars],
+                [((bar.start_s - start_s) / scale, bar.seconds / scale) for bar in bars],
                 (top, height),
                 facecolor=colour,
                 hatch="////" if kind == "wait" else None,
@@ -157,16 +153,16 @@ def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inch
                 linewidth=[0.0 if kind == "copy" else min(_EDGE_POINTS, _EDGE_SHARE * width) for width in points],
             )
             if kind not in ("copy", "wait"):
-                _write(panel, bars, top + height / 2, kind, scale=scale, inches_per_s=inches_per_s)
-    for place, (above, below) in enumerate(pairwise(chart.rows)):
-        if above.group != below.group and any(one.group == two.group for one, two in pairwise(chart.rows)):
-            panel.axhline(place + 0.5, color=_INK, linewidth=0.6)
-    panel.set_ylim(max(1, len(chart.rows)) - 0.5, -0.5)
-    panel.set_yticks(range(len(chart.rows)), [row.name for row in chart.rows], fontsize="small")
+                _write(panel, bars, start_s, top + height / 2, kind, scale=scale, inches_per_s=inches_per_s)
+    if len(groups) < len(rows):  # a line parts workers
+        for count in [*accumulate(map(len, groups))][:-1]:
+            panel.axhline(count - 0.5, color=_INK, linewidth=0.6)
+    panel.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    panel.set_yticks(range(len(rows)), [f"stage {stage}" for stage in rows], fontsize="small")
     panel.tick_params(colors=_INK, labelsize="small", left=False)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.set_title(f"{chart.name} {chart.step_s / scale:.4g} {unit}", color=_INK, fontsize="medium", loc="left")
+    panel.set_title(f"{name} {timeline.step_s / scale:.4g} {unit}", color=_INK, fontsize="medium", loc="left")
     panel.annotate(
         "idle",
         (_SHARES_AT, 1.0),
@@ -177,11 +173,11 @@ def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inch
         fontsize="small",
         annotation_clip=False,
     )
-    for place, share in enumerate(shares):
+    for place, stage in enumerate(rows):
         panel.text(
             _SHARES_AT,
             place,
-            f"{share:.0%}",
+            f"{shares[stage]:.0%}",
             transform=panel.get_yaxis_transform(),
             color=_INK,
             fontsize="small",
@@ -191,20 +187,28 @@ def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inch
         _NAMES[kind]: Patch(facecolor=colour) for kind, colour in _COLOURS.items() if kind != "wait"
     }
     found["wait"] = Patch(facecolor=_COLOURS["wait"], edgecolor=_FAINT, hatch="////", linewidth=0)
-    present = {_NAMES[bar.kind] for row in chart.rows for bar in row.bars}
+    present = {_NAMES[kind] for kind in kinds}
     return {name: one for name, one in found.items() if name in present} | {"idle": Patch(facecolor=_IDLE)}
 
 
 def _write(
-    panel: Axes, bars: Sequence[GanttBar], middle: float, kind: Kind, *, scale: float, inches_per_s: float
+    panel: Axes,
+    bars: Sequence[EventPiece],
+    since_s: float,
+    middle: float,
+    kind: Kind,
+    *,
+    scale: float,
+    inches_per_s: float,
 ) -> None:
-    """Write the text of each bar that it fits in; two bars of one kind for one microbatch are parts of one event."""
+    """Write the microbatch into each bar that it fits in; two bars of one kind for one are parts of one event."""
     for bar in bars:
-        if (bar.end_s - bar.start_s) * inches_per_s >= _DIGIT_INCHES * (len(bar.text) + 1):
+        text = str(bar.event.microbatch)
+        if bar.seconds * inches_per_s >= _DIGIT_INCHES * (len(text) + 1):
             panel.text(
-                (bar.start_s + bar.end_s) / 2 / scale,
+                ((bar.start_s + bar.end_s) / 2 - since_s) / scale,
                 middle,
-                bar.text,
+                text,
                 color="white" if kind in _ON_DARK else _INK,
                 fontsize="x-small",
                 ha="center",

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torchremat.errors import ScheduleError
 from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
-from torchremat.pipeline.gantt import GanttBar, GanttChart, GanttRow, draw
+from torchremat.pipeline.gantt import draw
 from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind, Order
 
 _COLUMNS: dict[str, tuple[Kind, ...]] = {
@@ -82,7 +82,7 @@ class Timeline:
 
         A worker does one thing at a time, so the events of its other stages are cut out as well.
         """
-        group = next(group for group in self._groups() if stage in group)
+        group = next(group for group in self.groups if stage in group)
         whole = pieces(event for one in group for event in self.events_of(one))
         return [piece for piece in whole if piece.event.stage == stage]
 
@@ -94,7 +94,7 @@ class Timeline:
     def idle_share(self) -> tuple[float, ...]:
         """For each stage, the share of the step in which its worker neither computes nor copies; a wait is idle."""
         shares = [0.0] * self.stages
-        for group in self._groups():
+        for group in self.groups:
             busy = busy_s(event for stage in group for event in self.events_of(stage))
             for stage in group:
                 shares[stage] = 1 - busy / self.step_s if self.step_s else 0.0
@@ -117,7 +117,7 @@ class Timeline:
         Raises:
             UnsupportedError: matplotlib is not installed, or does not know the format.
         """
-        draw(charts_of(self), path)
+        draw({"": self}, path)
 
     def to_json(self) -> str:
         """Return the timeline as text, which one process can send to another."""
@@ -154,7 +154,9 @@ class Timeline:
             rows.append(f"{stage:>5}" + "".join(f"{cell:>{width}}" for cell in cells))
         return "\n".join(rows)
 
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each worker."""
         return self.workers or tuple((stage,) for stage in range(self.stages))
 
 
@@ -164,49 +166,6 @@ def timeline_of(events: tuple[PipelineEvent, ...], order: Order) -> Timeline:
     stages = sum(map(len, workers))
     alone = workers == tuple((stage,) for stage in range(stages))
     return Timeline(events=events, stages=stages, workers=() if alone else workers)
-
-
-def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
-    """Return the charts of a timeline's picture: the timeline itself, and its prediction."""
-    title = f"{name}, " if name else ""
-    if timeline.predicted is None:
-        return [_chart(timeline, name=f"{title}step")]
-    return [_chart(timeline, name=f"{title}measured: step"), _chart(timeline.predicted, name=f"{title}predicted: step")]
-
-
-def _chart(timeline: Timeline, *, name: str) -> GanttChart:
-    shares = timeline.idle_share
-    start_s = timeline.start_s
-    bars = [
-        tuple(
-            GanttBar(
-                kind=piece.event.kind,
-                text=str(piece.event.microbatch),
-                start_s=piece.start_s - start_s,
-                end_s=piece.end_s - start_s,
-            )
-            for piece in pieces(timeline.events_of(stage))
-        )
-        for stage in range(timeline.stages)
-    ]
-    rows = [
-        GanttRow(
-            name=f"stage {stage}",
-            group=group,
-            idle_share=shares[stage],
-            bars=bars[stage],
-            elsewhere=tuple(
-                (bar.start_s, bar.end_s)
-                for other in stages
-                if other != stage
-                for bar in bars[other]
-                if bar.kind in COMPUTES
-            ),
-        )
-        for group, stages in enumerate(timeline._groups())
-        for stage in stages
-    ]
-    return GanttChart(name=name, step_s=timeline.step_s, rows=tuple(rows))
 
 
 def _ms(seconds: float) -> str:

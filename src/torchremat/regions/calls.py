@@ -59,24 +59,9 @@ class Call:
     """
 
     __slots__ = (
-        "ambient_state",
-        "body",
-        "captured",
-        "cells",
-        "context",
-        "frozen_values",
-        "generators",
-        "is_pure",
-        "log",
-        "preserves_rng",
-        "region",
-        "selection",
-        "sets_generators",
-        "slots",
-        "sources",
-        "template",
-        "world",
-    )
+        "ambient_state", "body", "captured", "cells", "context", "frozen_values", "generators", "is_pure", "log",
+        "preserves_rng", "region", "selection", "sets_generators", "slots", "sources", "template", "world",
+    )  # fmt: skip
 
     def __init__(
         self, body: Body, template: object, sources: list[Source], region: ReferenceType[object] | None = None

@@ -33,6 +33,7 @@ from torchremat._compat.dynamo import only_in_graphs, uses_partitioner
 from torchremat._compat.modes import Args, DispatchMode, Kwargs, is_traced_with_fakes
 from torchremat.ambient.generators import generator_states, restore
 from torchremat.errors import UnsupportedError
+from torchremat.regions.selective.op_info import STATISTICS, op_info_of
 from torchremat.regions.settings import Settings
 from torchremat.tensors.structure import tensors_in
 
@@ -135,22 +136,7 @@ class _RefusesWrites(DispatchMode):
 
 
 def _written(func: Any, args: Args, kwargs: Mapping[str, object]) -> list[Tensor]:
-    found: list[Tensor] = []
-    arguments = func._schema.arguments
-    for place, argument in enumerate(arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        # Native batch norm does not say in its schema that it writes.
-        writes = writes or (argument.name.startswith("running_") and _trains(func, args, kwargs))
-        if writes:
-            found += tensors_in(value)
-    return found
-
-
-def _trains(func: Any, args: Args, kwargs: Mapping[str, object]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    for name in ("training", "train", "use_input_stats"):
-        if name in names:
-            place = names.index(name)
-            return bool(args[place] if place < len(args) else kwargs.get(name))
-    return False
+    given = {**{one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
+    names = [name for _, name in op_info_of(func).writes if trains or name not in STATISTICS]
+    return tensors_in([given.get(name) for name in names])

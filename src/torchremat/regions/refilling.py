@@ -76,32 +76,10 @@ class Refill:
     """
 
     __slots__ = (
-        "_detached",
-        "_ends_early",
-        "_filled",
-        "_found",
-        "_fresh",
-        "_metadata",
-        "_slots",
-        "began",
-        "count",
-        "difference",
-        "filled",
-        "given",
-        "is_served",
-        "is_stopped",
-        "keeps",
-        "key",
-        "last",
-        "needed",
-        "only",
-        "output",
-        "recording",
-        "returns",
-        "task",
-        "values",
-        "written",
-    )
+        "_detached", "_ends_early", "_filled", "_found", "_fresh", "_metadata", "_slots", "began", "count",
+        "difference", "filled", "given", "is_served", "is_stopped", "keeps", "key", "last", "needed", "only",
+        "output", "recording", "returns", "task", "values", "written",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -96,17 +96,9 @@ class Session:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_created",
-        "_has_dropped",
-        "_left",
-        "_recomputed",
-        "drops",
-        "passes",
-        "serves_all",
-        "unpacks_once",
-        "watch",
-    )
+        "__weakref__", "_created", "_has_dropped", "_left", "_recomputed", "drops", "passes", "serves_all",
+        "unpacks_once", "watch",
+    )  # fmt: skip
 
     def __init__(
         self,

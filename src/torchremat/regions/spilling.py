@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.tensors import holders_in_python, holders_in_torch, sequence_of, tensors_in
-from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
 from torchremat.regions.slots import Slot
 from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
+from torchremat.stores.foreign import is_plain_array
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
@@ -281,16 +280,7 @@ def _is_held_by_others(candidate: _Spillable) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and accelerator_of(tensor.device).has_addresses
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_inference()
-        and transform_level_of(tensor) == -1
-        and tensor.numel() > 0
-    )
+    return type(tensor) is Tensor and is_plain_array(tensor)
 
 
 def _too_little(wanted: int, available: int, candidates: list[_Spillable]) -> str:

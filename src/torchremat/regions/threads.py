@@ -70,18 +70,9 @@ class Now:
     """
 
     __slots__ = (
-        "calls",
-        "carried",
-        "frozen",
-        "inner",
-        "is_partial",
-        "is_shared",
-        "moved",
-        "plain",
-        "recomputing",
-        "scopes",
+        "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing", "scopes",
         "selecting",
-    )
+    )  # fmt: skip
 
     def __init__(self, recomputing: int = 0, *, is_partial: bool = False) -> None:
         self.recomputing = recomputing

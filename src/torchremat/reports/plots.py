@@ -10,7 +10,7 @@ from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.measured_page import step_of
 from torchremat.measuring.measurement import Measurement
 from torchremat.pipeline import gantt
-from torchremat.pipeline.timeline import Timeline, charts_of
+from torchremat.pipeline.timeline import Timeline
 from torchremat.planning import staircases
 from torchremat.planning.frontiers import Frontier
 
@@ -43,7 +43,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     Raises:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
-    gantt.draw([chart for name, own in timelines.items() for chart in charts_of(own, name=name)], path)
+    gantt.draw(timelines, path)
 
 
 def plot_frontiers(frontiers: Mapping[str, Frontier], path: str | Path) -> None:

@@ -169,15 +169,16 @@ class Dicts:
     __slots__ = ("_dicts", "_empty", "_keys", "_keys_of", "_sizes", "_values_of", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
-        # Most tables of modules, hooks above all, are empty, which is the cheapest property to check. It is asked
-        # through the method of `dict`: a subclass may create entries when it is asked.
-        self._empty = [*filterfalse(size_of, dicts)]
-        self._dicts = dicts = [*filter(size_of, dicts)]
+        # Most tables of modules, hooks above all, are empty, which is the cheapest property to check: a built-in dict
+        # is false then. A subclass may run code when it is asked, so where one is among them, none is set apart.
+        is_built_in = _BUILT_IN.issuperset(map(type, dicts))
+        self._empty = [*filterfalse(None, dicts)] if is_built_in else []
+        self._dicts = dicts = [*filter(None, dicts)] if is_built_in else dicts
         self._sizes = [*map(size_of, dicts)]
         # C functions, as this runs for each call of each region; for subclasses that keep an order the functions are
         # ours.
         is_plain = _PLAIN.issuperset(map(type, dicts))
-        self._keys_of: Callable[[Dict], Iterable[Any]] = dict.__iter__ if is_plain else keys_of
+        self._keys_of: Callable[[Dict], Iterable[Any]] = iter if is_plain else keys_of
         self._values_of: Callable[[Dict], Iterable[Any]] = dict.values if is_plain else values_of
         self._keys: list[Any] = [*chain.from_iterable(map(self._keys_of, dicts))]
         self.values: list[Any] = [*chain.from_iterable(map(self._values_of, dicts))]
@@ -191,7 +192,7 @@ class Dicts:
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""
         return (
-            not any(map(size_of, self._empty))
+            not any(self._empty)
             and [*map(size_of, self._dicts)] == self._sizes
             and not any(map(is_not, chain.from_iterable(map(self._values_of, self._dicts)), self.values))
             and self._has_keys()

@@ -52,6 +52,7 @@ from torchremat.state.following.objects import (
     follow_partial,
     follow_proxy,
     follow_script,
+    follow_tables,
     follow_tensor,
     follow_tuple,
     follow_uninitialized,
@@ -107,6 +108,7 @@ def reach(
                     continue
             seen.add(key)
             visit(world, item)
+        follow_tables(world)
         follow_methods(world)
         if not pending:
             break
@@ -130,6 +132,8 @@ _visits: dict[type, Visit] = {
     weakref.CallableProxyType: follow_proxy,
     torch.Generator: follow_generator,
 }
+# The same for types of users; a type made at run time is freed with its maker.
+_users: weakref.WeakKeyDictionary[type, Visit] = weakref.WeakKeyDictionary()
 # Types of Python and torch in which users keep their state.
 _OPEN = (LRScheduler, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
@@ -153,12 +157,13 @@ def _visit_of(item: object) -> Visit | None:
     kind = type(item)
     if hasattr(kind, WATCHES):  # read from the class: an object might run user code
         return None
-    found = _classify(kind)
-    # A type made at run time is freed with its maker.
+    found = _users.get(kind) or _classify(kind)
     if found is None:
         LEADS_NOWHERE.add(kind)
     elif is_library(kind.__module__):
         _visits[kind] = found
+    else:
+        _users[kind] = found
     return found
 
 

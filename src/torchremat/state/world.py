@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.errors import UnsupportedError
+from torchremat.state.code import ClassCode
 from torchremat.state.containers import Dict
 from torchremat.state.holders import Bindings, Holder
 from torchremat.state.leaves import WatchedShard
@@ -48,15 +49,16 @@ class World:
     While roots are followed:
         pending: The objects still to be followed.
         seen: By id, the objects that were followed, or must not be.
+        met: Modules whose tables are still to be followed.
         called: The names of attributes that reached code reads.
-        classes: The user's classes that were met, with the names of their methods that have been followed.
+        classes: The user's classes that were met, with their code and the names of the methods that were followed.
         has_cached: Whether the cache of parametrizations was reached.
         is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
         "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
-        "loose", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
+        "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
         "sets_generators", "shards", "state", "tensors", "waits",
     )  # fmt: skip
 
@@ -79,8 +81,9 @@ class World:
         self.runs_code = False
         self.seen: set[int] = set()
         self.pending: list[object] = []
+        self.met: list[nn.Module] = []
         self.called: set[str] = set()
-        self.classes: dict[type, set[str]] = {}  # with the names of the methods that have been followed
+        self.classes: dict[type, tuple[ClassCode, set[str]]] = {}
         self.has_cached = False
         self.is_argument = False
         self.is_named = False

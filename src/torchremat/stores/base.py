@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -39,12 +39,12 @@ class StoreStatistics:
     """
 
     limit_bytes: int | None
-    stored_bytes: int
-    peak_stored_bytes: int
-    copied_out_bytes: int
-    copied_in_bytes: int
-    refused: int
-    failed: int
+    stored_bytes: int = 0
+    peak_stored_bytes: int = 0
+    copied_out_bytes: int = 0
+    copied_in_bytes: int = 0
+    refused: int = 0
+    failed: int = 0
 
 
 class Ledger:
@@ -60,22 +60,16 @@ class Ledger:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
-        self._stored_bytes = 0
-        self._peak_stored_bytes = 0
-        self._copied_out_bytes = 0
-        self._copied_in_bytes = 0
-        self._refused = 0
-        self._failed = 0
+        self._counts = StoreStatistics(limit_bytes=limit_bytes)
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes for one tensor, or count the tensor as refused if that would exceed the limit; never raises."""
         with self._lock:
             self._settle()
-            if self.limit_bytes is not None and self._stored_bytes + size > self.limit_bytes:
-                self._refused += 1
+            if self.limit_bytes is not None and self._counts.stored_bytes + size > self.limit_bytes:
+                self._add(refused=1)
                 return False
-            self._stored_bytes += size
-            self._peak_stored_bytes = max(self._peak_stored_bytes, self._stored_bytes)
+            self._add(stored_bytes=size)
             return True
 
     def release(self, size: int) -> None:
@@ -85,38 +79,35 @@ class Ledger:
     def refuse(self, size: int) -> None:
         """Give back reserved bytes for which there turned out to be no room."""
         with self._lock:
-            self._stored_bytes -= size
-            self._refused += 1
+            self._add(stored_bytes=-size, refused=1)
 
     def fail(self, size: int) -> None:
         """Give back reserved bytes that could not be written."""
         with self._lock:
-            self._stored_bytes -= size
-            self._failed += 1
+            self._add(stored_bytes=-size, failed=1)
 
     def copied(self, *, out_bytes: int = 0, in_bytes: int = 0) -> None:
         """Count bytes that were copied out to the store, or back in."""
         with self._lock:
-            self._copied_out_bytes += out_bytes
-            self._copied_in_bytes += in_bytes
+            self._add(copied_out_bytes=out_bytes, copied_in_bytes=in_bytes)
 
     def statistics(self) -> StoreStatistics:
         """Return the current counts."""
         with self._lock:
             self._settle()
-            return StoreStatistics(
-                limit_bytes=self.limit_bytes,
-                stored_bytes=self._stored_bytes,
-                peak_stored_bytes=self._peak_stored_bytes,
-                copied_out_bytes=self._copied_out_bytes,
-                copied_in_bytes=self._copied_in_bytes,
-                refused=self._refused,
-                failed=self._failed,
-            )
+            return self._counts
 
     def _settle(self) -> None:
+        released_bytes = 0
         while self._released:
-            self._stored_bytes -= self._released.popleft()
+            released_bytes += self._released.popleft()
+        if released_bytes:
+            self._add(stored_bytes=-released_bytes)
+
+    def _add(self, **more: int) -> None:
+        counts = replace(self._counts, **{name: getattr(self._counts, name) + size for name, size in more.items()})
+        peak_bytes = max(counts.peak_stored_bytes, counts.stored_bytes)
+        self._counts = replace(counts, peak_stored_bytes=peak_bytes)
 
 
 def bytes_of(size: int | str, option: str) -> int:

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import current_node
 from torchremat._compat.compiled_autograd import in_compiled_backward
-from torchremat._compat.modes import is_traced_with_fakes, sequence_number
-from torchremat._compat.transforms import transform_level_of
+from torchremat._compat.modes import sequence_number
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model
+from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model, is_plain_array
 from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.shared import Shared, Totals
@@ -170,7 +168,7 @@ class Catalog:
 
     def _is_storable(self, tensor: Tensor) -> bool:
         # A region passes its inputs on as leaves, whatever they are; it keeps its parameters.
-        if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
+        if not is_plain_array(tensor) or (not holding.now and is_leaf_of_model(tensor)):
             return False
         storage = tensor.untyped_storage()
         if self.by_storage and 2 * tensor.numel() * tensor.itemsize < storage.nbytes():
@@ -230,7 +228,7 @@ class Catalog:
                 continue
             if type(one) is Tensor and self._is_storable(one):
                 large[name] = one
-            elif type(one) is Tensor and _is_plain(one) and one.untyped_storage().nbytes() < self.min_bytes:
+            elif type(one) is Tensor and is_plain_array(one) and one.untyped_storage().nbytes() < self.min_bytes:
                 inner[name] = one.detach().clone()  # a write to the wrapper goes unseen here
             else:
                 return None
@@ -303,21 +301,6 @@ def _place_of(packed: InCatalog) -> str:
         if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", None) is packed:
             return f"{what} that {node.name()} has saved as `{name.removeprefix('_raw_saved_')}`"
     return f"{what} that {node.name()} has saved"
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is only an array in memory."""
-    return (
-        tensor.layout is torch.strided
-        and accelerator_of(tensor.device).has_addresses
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_inference()
-        and not tensor._is_zerotensor()
-        and transform_level_of(tensor) == -1
-        and not is_traced_with_fakes()
-        and tensor.numel() > 0
-    )
 
 
 def _may_be_filled_later(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Memory that others own: viewed as long as it is alive and unwritten, and recognised as the model's."""
+"""Memory that others own: viewed as long as it is alive and unwritten, and recognised as movable or as the model's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.modes import is_traced_with_fakes
+from torchremat._compat.transforms import transform_level_of
 from torchremat.frames import running_modules
 from torchremat.stores.geometry import TensorPlace
 from torchremat.tensors.parts import PLAIN_CLASSES
@@ -87,6 +90,21 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
         if type(found) is Tensor and not found.is_inference():  # else a mode has replaced it
             _EMPTY[dtype, device] = found
     return found
+
+
+def is_plain_array(tensor: Tensor) -> bool:
+    """Return whether a tensor is only an array in memory."""
+    return (
+        tensor.layout is torch.strided
+        and accelerator_of(tensor.device).has_addresses
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and not tensor._is_zerotensor()
+        and transform_level_of(tensor) == -1
+        and not is_traced_with_fakes()
+        and tensor.numel() > 0
+    )
 
 
 def is_leaf_of_model(tensor: Tensor) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
-from typing import cast
 from weakref import ref
 
 import torch
@@ -28,19 +27,19 @@ from torch.overrides import TorchFunctionMode
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
 from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import Args, Kwargs, Operation, sequence_number
-from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.global_state import only_watches
 from torchremat.errors import StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
-from torchremat.stores.foreign import is_leaf_of_model
+from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import Owner
+from torchremat.tensors.structure import tensors_in
 from torchremat.tensors.versioned import Versioned
 
 # How many nodes of one operation to visit; the largest functions of torch make some tens.
@@ -244,7 +243,7 @@ class SlotWatch(TorchFunctionMode):
         """Return the waiting slots that need less than the tensor, found by their contents."""
         waiting = {one.narrowable for one in self._waiting}
         found: dict[Narrowable, _NarrowedSlot] = {}
-        nodes = [tensor.grad_fn for tensor in _tensors_in(result)]
+        nodes = [tensor.grad_fn for tensor in tensors_in(result)]
         seen: set[Node] = set()
         while nodes and len(found) < len(waiting) and len(seen) < _MOST_NODES:
             node = nodes.pop()
@@ -287,20 +286,8 @@ def _may_be_narrowed(tensor: Tensor) -> bool:
     """Return whether a tensor has floats in memory and is no parameter."""
     return (
         type(tensor) is Tensor
-        and tensor.layout is torch.strided
         and tensor.dtype.is_floating_point
-        and tensor.device.type != "meta"
-        and not tensor.is_nested
-        and transform_level_of(tensor) == -1
         and not tensor.is_neg()
-        and not tensor.is_inference()
+        and is_plain_array(tensor)
         and not is_leaf_of_model(tensor)
     )
-
-
-def _tensors_in(result: object) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, (tuple, list)):
-        return [tensor for one in cast("Iterable[object]", result) for tensor in _tensors_in(one)]
-    return []

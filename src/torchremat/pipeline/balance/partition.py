@@ -34,10 +34,7 @@ from torchremat.tensors.sizes import format_bytes
 #
 #   h(k, i)  the least sum of squares of k blocks over i..n-1 = min over ends j: (j - i)^2 + h(k - 1, j)
 #
-# where j reaches as far as i..j-1 costs at most L. Only i with enough layers left on either side, and that blocks
-# within L can reach from both ends, count. And j goes no further than the longest possible block: some partition within
-# L is known, with the sum of squares s. The n - d layers outside a block of d add at least (n - d)^2 / (p - 1) to its
-# d^2; if that is more than s, no better partition has such a block.
+# where j reaches as far as i..j-1 costs at most L.
 
 _UNREACHABLE = np.iinfo(np.int64).max // 2
 
@@ -58,8 +55,6 @@ def partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
     sums = [0, *accumulate(_integers(costs))]
     limit = _limit(sums, blocks)
     reach = [bisect_right(sums, before + limit, lo=start) - 1 for start, before in enumerate(sums)]
-    longest = _longest(len(costs), _shared_out(reach, blocks))
-    reach = [min(end, start + longest) for start, end in enumerate(reach)]
     least = _least_squares(reach, blocks)
     counts: list[int] = []
     start = 0
@@ -102,56 +97,16 @@ def _fits(sums: Sequence[int], blocks: int, limit: int) -> bool:
     return False
 
 
-def _starts(reach: Sequence[int], blocks: int) -> tuple[list[int], list[int]]:
-    """Return the first and the last place at which each block can start."""
-    layers = len(reach) - 1
-    last = [0]
-    for number in range(1, blocks):
-        last.append(min(reach[last[-1]], layers - (blocks - number)))
-    first, start = [0] * blocks, layers
-    for number in reversed(range(1, blocks)):
-        end = start
-        while start > number and reach[start - 1] >= end:
-            start -= 1
-        first[number] = start
-    return first, last
-
-
-def _shared_out(reach: Sequence[int], blocks: int) -> list[int]:
-    """Return the counts of some partition within the limit: each block takes its share of the rest, if allowed."""
-    layers = len(reach) - 1
-    first, _ = _starts(reach, blocks)
-    counts: list[int] = []
-    start = 0
-    for number in range(1, blocks + 1):
-        left = blocks - number
-        share = start + -(-(layers - start) // (left + 1))
-        end = min(max(share, first[number] if left else layers), reach[start], layers - left)
-        counts.append(end - start)
-        start = end
-    return counts
-
-
-def _longest(layers: int, counts: Sequence[int]) -> int:
-    """Return how long a block can be in a partition with no larger sum of squares than these counts have."""
-    others = len(counts) - 1
-    if others == 0:
-        return layers
-    least = sum(count * count for count in counts)
-    return max(d for d in range(1, layers + 1) if others * d * d + (layers - d) ** 2 <= others * least)
-
-
 def _least_squares(reach: Sequence[int], blocks: int) -> list[NDArray[np.int64]]:
     """Return h(k, i) by k, for k from 0 to blocks - 1."""
     layers = len(reach) - 1
-    first, last = _starts(reach, blocks)
     squares = np.arange(layers + 1, dtype=np.int64) ** 2
-    row = np.full(layers + 1, _UNREACHABLE)
-    row[layers] = 0
-    rows = [row]
+    rows = [np.full(layers + 1, _UNREACHABLE)]
+    rows[0][layers] = 0
     for k in range(1, blocks):
         row = np.full(layers + 1, _UNREACHABLE)
-        for start in range(first[blocks - k], last[blocks - k] + 1):
+        # Only from here on are enough layers on either side.
+        for start in range(blocks - k, layers - k + 1):
             end = reach[start]
             row[start] = np.min(rows[-1][start + 1 : end + 1] + squares[1 : end - start + 1])
         rows.append(row)

@@ -26,6 +26,8 @@ from torchremat._compat.dynamo import enters_compiled_code
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types, sequence_number
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.frames import MODULE_CALL, OURS, TORCH, module_of, running
+from torchremat.regions.selective.cache import written_by
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.state.code import function_of
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import metadata_of
@@ -331,20 +333,12 @@ class OperatorLog(EagerMode):
     # ------------------------------------------------------------------------------------------------------ writes
 
     def _remember(self, func: Operation, args: Args, kwargs: Mapping[str, object]) -> None:
-        schema = getattr(func, "_schema", None)
-        if schema is None:
-            return
-        for position, argument in enumerate(schema.arguments):
-            # Native BatchNorm writes to its statistics without saying so.
-            writes = argument.name.startswith("running_") and "batch_norm" in schema.name
-            if not writes and (argument.alias_info is None or not argument.alias_info.is_write):
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            self._versions += map(Versioned, tensors_in(value))
-            for storage in _storages(value):
-                if storage not in self._made:
-                    self._made.add(storage)
-                    self._overwritten.append((storage, storage.clone()))
+        written = written_by(op_info_of(func).writes, args, kwargs)
+        self._versions += map(Versioned, written)
+        for storage in _storages(written):
+            if storage not in self._made:
+                self._made.add(storage)
+                self._overwritten.append((storage, storage.clone()))
 
 
 def _source(frame: FrameType) -> Source:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -177,20 +178,9 @@ def _sources(reach: Reach) -> list[_RandomSource]:
     named = [(f"the generator `{name}`", one) for name, one in reach.generators().items()]
     devices = [torch.device("cpu"), *devices_in_use()]
     for name, one in [*named, *((f"{DEFAULT}{device}", device) for device in devices)]:
-        sources.append(_RandomSource(name, _reader(one), _writer(one)))
+        own = torch.default_generator if one == torch.device("cpu") else one
+        sources.append(_RandomSource(name, partial(get_generator, own), partial(set_generator, own)))
     return sources
-
-
-def _reader(generator: torch.Generator | torch.device) -> Callable[[], object]:
-    if generator == torch.device("cpu"):
-        generator = torch.default_generator
-    return lambda: get_generator(generator)
-
-
-def _writer(generator: torch.Generator | torch.device) -> Callable[[Any], object]:
-    if generator == torch.device("cpu"):
-        generator = torch.default_generator
-    return lambda state: set_generator(generator, state)
 
 
 def _equal(now: object, before: object) -> bool:

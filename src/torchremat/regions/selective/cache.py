@@ -82,17 +82,9 @@ class Selection:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_memories",
-        "_offloaded",
-        "end",
-        "inner",
-        "is_cut",
-        "kept",
-        "looks_on",
-        "operators",
+        "__weakref__", "_memories", "_offloaded", "end", "inner", "is_cut", "kept", "looks_on", "operators",
         "policy",
-    )
+    )  # fmt: skip
 
     def __init__(self, policy: AnyPolicy | None) -> None:
         self.policy = policy

@@ -109,7 +109,7 @@ def _traits_of(operator: Any) -> OpInfo:
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _STATISTICS
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
     )
     cast = name == "aten._to_copy.default"
     empty = name.startswith(_WITHOUT_VALUES)
@@ -134,7 +134,7 @@ def _has_tensors(schema: Any) -> bool:
 
 
 # Arguments that operators of batch normalisation write in training without declaring it.
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 _WITHOUT_VALUES = (
     *(f"aten.{kind}{name}" for name in ("empty", "zeros", "ones", "full") for kind in ("", "new_")),
     "aten.scalar_tensor",

@@ -70,8 +70,9 @@ def follow_class(world: World, kind: type) -> None:
     if kind not in world.classes and not is_library_class(kind):
         if is_installed(kind.__module__) and not issubclass(kind, nn.Module):
             return  # in classes that packages make to hold values, only the values count
-        world.classes[kind] = set()
-        for owner, names in class_code(kind).data:
+        code = class_code(kind)
+        world.classes[kind] = code, set()
+        for owner, names in code.data:
             one = owner()
             if (one is not None and id(one) not in world.seen) or one is kind:
                 world.seen.add(id(one))
@@ -82,8 +83,7 @@ def follow_class(world: World, kind: type) -> None:
 
 def follow_methods(world: World) -> None:
     """Follow those methods of the classes met that some code names."""
-    for kind, followed in list(world.classes.items()):
-        code = class_code(kind)
+    for code, followed in list(world.classes.values()):
         wanted = (code.always | (world.called & code.methods.keys())) - followed
         followed |= wanted
         for name in wanted:

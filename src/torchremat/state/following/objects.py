@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
@@ -25,20 +26,7 @@ from torchremat.state.world import LEADS_NOWHERE, World
 from torchremat.tensors.parts import attributes_of, is_wrapper
 
 _PARAMETER = frozenset({nn.Parameter})
-_attributes_of = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
-
-
-def follow_parameters(world: World, parameters: list[Tensor]) -> None:
-    """Follow the parameters of a module."""
-    if _PARAMETER.issuperset(map(type, parameters)) and not world.is_named:
-        # By far the most tensors. A tensor met twice is watched twice.
-        world.tensors += parameters
-        attributes: list[Dict] = [*map(_attributes_of, parameters)]
-        world.dicts += attributes
-        for own in filter(None, attributes):
-            world.push(own.values())
-    else:
-        world.pending += parameters
+_own = cast("Callable[[object], Dict]", attrgetter("__dict__"))
 
 
 def follow_named_tensor(world: World, module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -122,7 +110,8 @@ _HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_EVERY_MODULE = [*nn.Module().__dict__]
+_COUNT = len(_OF_EVERY_MODULE)
 
 _HEAP_TYPE = 1 << 9  # set for classes written in Python
 
@@ -135,23 +124,10 @@ def follow_partial(world: World, partial: functools.partial[object]) -> None:
 
 
 def follow_module(world: World, module: nn.Module) -> None:
-    """Follow a module into its attributes, tables, hooks and class."""
-    world.modules.append(module)
+    """Follow a module into its attributes, buffers, children and class; `follow_tables` follows its other tables."""
+    world.met.append(module)
     own = module.__dict__
-    dicts = world.dicts
-    dicts.append(own)
-    try:
-        tables = _tables(own)
-    except KeyError:  # its class does not call `nn.Module.__init__`, or it was loaded from an old file
-        tables = tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)])
-    parameters, buffers, children = tables[:3]
-    if parameters and has_fsdp() and is_managed(module):
-        parameters = _without_shards(world, module, parameters)
-        dicts += tables[1:]
-    else:
-        dicts += tables
-    if parameters:
-        follow_parameters(world, [one for one in parameters.values() if one is not None])
+    buffers, children = own.get("_buffers"), own.get("_modules")
     if buffers:
         for name, one in buffers.items():
             if isinstance(one, UninitializedBuffer):
@@ -163,12 +139,10 @@ def follow_module(world: World, module: nn.Module) -> None:
         if "parametrizations" in children and not world.has_cached:
             world.has_cached = True
             world.push(world.bindings.add_names(*cached_weights))
-    if any(tables[3:]):
-        world.runs_code = True
-        for one in tables[3:]:
-            world.push(one.values())
-    if len(own) > len(_OF_EVERY_MODULE):
-        for name in own.keys() - _OF_EVERY_MODULE:
+    names = [*own]
+    if len(names) > _COUNT:
+        # They come first, unless a class sets attributes before it calls `nn.Module.__init__`.
+        for name in names[_COUNT:] if names[:_COUNT] == _OF_EVERY_MODULE else own.keys() - _OF_EVERY_MODULE:
             value = own[name]
             if type(value) in LEADS_NOWHERE:
                 continue
@@ -176,15 +150,55 @@ def follow_module(world: World, module: nn.Module) -> None:
                 follow_named_tensor(world, module, name, value)
             else:
                 world.pending.append(value)
-    world.bindings.objects.append(module)
-    world.bindings.owners.append(module)
     kind = type(module)
     if kind not in permanent and kind not in world.classes:
         follow_class(world, kind)
 
 
-def _without_shards(world: World, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
+def follow_tables(world: World) -> None:
+    """Follow the parameters and the hooks of all modules that were met since the last time, in C."""
+    modules, world.met = world.met, []
+    if not modules:
+        return
+    world.modules += modules
+    world.bindings.objects += modules
+    world.bindings.owners += modules
+    owns = [*map(_own, modules)]
+    try:
+        tables = [*map(_tables, owns)]
+    except KeyError:  # a class does not call `nn.Module.__init__`, or a module was loaded from an old file
+        tables = [tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)]) for own in owns]
+    by_name = [*zip(*tables, strict=True)]
+    parameters: list[Dict] = [*by_name[0]]
+    dicts = world.dicts
+    dicts += owns
+    dicts += chain.from_iterable(by_name[1:])
+    if has_fsdp():
+        parameters = [_without_shards(world, one, own) for one, own in zip(modules, parameters, strict=True)]
+    else:
+        dicts += parameters
+    each: list[Any] = [one for own in parameters for one in own.values() if one is not None]
+    if world.is_named or not _PARAMETER.issuperset(map(type, each)):
+        world.pending += each
+    else:
+        # By far the most tensors. A tensor met twice is watched twice.
+        world.tensors += each
+        attributes: list[Dict] = [*map(_own, each)]
+        dicts += attributes
+        for own in filter(None, attributes):
+            world.push(own.values())
+    hooks: list[Dict] = [*filter(None, chain.from_iterable(by_name[len(_TABLES) :]))]
+    if hooks:
+        world.runs_code = True
+        for own in hooks:
+            world.push(own.values())
+
+
+def _without_shards(world: World, module: nn.Module, parameters: Dict) -> Dict:
     """Watch the shards of a module, whose parameters FSDP swaps in a recompute as in the forward."""
+    if not (parameters and is_managed(module)):
+        world.dicts.append(parameters)
+        return parameters
     shards = watch(module)
     world.shards += shards
     managed = {one.name for one in shards}
