@@ -17,7 +17,8 @@ class Weighed:
     def recomputing(self, number):
         self.found[number] = None
 
-    def recomputed(self, number, region):
+    def recomputed(self, number, region, *, is_whole):
+        assert is_whole
         self.found[number] = footprint_bytes(region, self.session)
 
     def dropped_too_early(self):
