@@ -265,11 +265,11 @@ class Region(Recomputable):
             return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
 
     def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> Refill:
-        session = key if isinstance(key, Session) else None
+        session, cuts = key if isinstance(key, Session) else None, self.settings.cuts
         filled = self.waiting.owners.get(key)
         if filled is not None and index >= filled and (session is None or not session.dropped_too_early()):
             return self._recompute(key, index)
-        first = 0 if session is not None and session.keeps() else first_filled(index, self.settings.cuts)
+        first = first_filled(index, cuts) if cuts and not (session is not None and session.keeps()) else 0
         try:
             if session is not None:
                 session.recomputing(self)
