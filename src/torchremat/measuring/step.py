@@ -3,8 +3,8 @@
 A step is a callable that runs the forward and returns the loss; the caller runs `backward`. The objects that a step
 holds (its model, its batch) are searched in plain sight only: closure cells, defaults, `functools.partial` arguments,
 the attributes of the object that a bound method belongs to, and the globals that its own code names. Lists, tuples,
-sets and dicts are opened, nested ones too. Functions among all these are searched in the same way; of those of
-libraries, only the defaults and the cells.
+sets and dicts are opened, nested ones too. Functions among all these are searched in the same way, but for
+compiled ones; of those of libraries, only the defaults and the cells.
 
 To plan and to measure, a step is run several times. Lists and dicts that it takes from are restored each time, see
 `untouched`; an iterator cannot be.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.fabric import as_fabrics_backward
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.optimizers import optimizers_in, parameters_of
@@ -140,7 +141,7 @@ def holdings_of(step: object) -> Holdings:
             waiting += cast(Mapping[object, object], value).values()
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += cast(list[object], value)
-        elif isinstance(value, _CALLED):
+        elif isinstance(value, _CALLED) and not is_compiled(value):  # hooks of what it has would compile it again
             waiting += (held for _, held in held_by(value, _globals_of(step)))
     return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()))
 
