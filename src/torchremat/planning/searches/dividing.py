@@ -18,7 +18,7 @@ from torchremat.planning.searches.loops import MOST_FINE
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
-from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded, kept
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded, kept, rebuilt
 
 # How many of the lowest trees of a solver are divided for the lowest peak.
 _LOWEST = 4
@@ -121,12 +121,13 @@ class Dividing:
 def with_parts(tree: Tree, numbers: Mapping[int, int]) -> Tree:
     """Return the tree in which some units are recomputed by these options, by unit."""
 
-    def parted(node: KeepNode | RegionNode) -> KeepNode | RegionNode:
-        if isinstance(node, KeepNode):
-            return KeepNode(node.stage, numbers.get(node.stage, node.option))
-        children = tuple(map(parted, node.children))
-        first = children[0]
-        is_alone = len(children) == 1 and isinstance(first, KeepNode) and first.stage in numbers
-        return first if is_alone else RegionNode(children)
+    def parted(inside: Tree) -> Tree:
+        first = inside[0]
+        is_alone = len(inside) == 1 and isinstance(first, KeepNode) and first.stage in numbers
+        return inside if is_alone else (RegionNode(inside),)
 
-    return tuple(map(parted, tree)) if numbers else tree
+    return rebuilt(
+        tree,
+        stage=lambda keep: (KeepNode(keep.stage, numbers.get(keep.stage, keep.option)),),
+        region=lambda _, inside: parted(inside),
+    )

@@ -159,9 +159,7 @@ class Family:
             profiles = [mixed(pair, split) for pair in self._mixable]
             self._figures[split] = profiles, np.array([figures_of(one) for one in profiles])
         profiles, figures = self._figures[split]
-        points = list(found.points)
-        nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
-        return with_figures(profiles[nearest], found.weights @ figures[points])
+        return with_figures(profiles[self._nearest_to(found)], found.weights @ figures[list(found.points)])
 
     def profile_in_parts(self, found: Cover) -> Profile:
         """Return the profile at a shape whose units may be recomputed in parts: cut as at the largest learned one."""
@@ -171,12 +169,14 @@ class Family:
             options = [by_place[place] for place in range(len(self.pair))]
             self._cuts = options, np.array([figures_of_options(one) for one in options])
         options, figures = self._cuts
-        points = list(found.points)
-        nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
-        profile = self.profile(found)
+        nearest, profile = self._nearest_to(found), self.profile(found)
         old, now = (one.units.trace.flops for one in (self.pair[nearest].blocks, profile))
-        cuts = with_option_figures(options[nearest], found.weights @ figures[points], now / old if old else 1.0)
-        return with_cuts(profile, cuts)
+        own = found.weights @ figures[list(found.points)]
+        return with_cuts(profile, with_option_figures(options[nearest], own, now / old if old else 1.0))
+
+    def _nearest_to(self, found: Cover) -> int:
+        """Return the place of the nearest learned shape."""
+        return min(found.points, key=lambda point: apart(self.shapes[point], found.shape))
 
     def fixed_bytes(self, found: Cover) -> int:
         """Return the live bytes before a step of a shape: the most that was found, with the inputs at this shape."""

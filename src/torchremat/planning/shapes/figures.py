@@ -34,7 +34,7 @@ _SIZED = {
     kind: [one.name for one in fields(kind) if one.name.endswith("_bytes") or one.name == "flops"]
     for kind in (UnitBytes, OptionBytes)
 }
-# Over what is partly gone by then.
+# Its bytes are over those of tensors that are partly gone by then.
 _BELOW_0 = "late_peak_bytes"
 
 
