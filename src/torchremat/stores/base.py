@@ -57,10 +57,14 @@ class Ledger:
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
         self._counts = StoreStatistics(limit_bytes=limit_bytes)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most bytes that may be stored; None without a limit."""
+        return self._counts.limit_bytes
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes for one tensor, or count the tensor as refused if that would exceed the limit; never raises."""
