@@ -23,7 +23,7 @@ from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate, predict
 from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded
 from torchremat.schedules.persistent import Persistent
-from torchremat.schedules.uniform import candidates
+from torchremat.schedules.uniform import uniform_trees
 
 # The share of the remaining time for a table.
 _TABLE_SHARE = 0.5
@@ -38,8 +38,9 @@ _FINER = 2
 # judgement takes longer then.
 _JUDGED_UNITS = 4000
 
-# How many uniform trees are judged, and, if there are more, which by the number in their names: n stages have over n.
-_MOST_UNIFORM = 120
+# A chain of n stages has 3 n - 1 uniform trees. Of a longer chain only those with numbers up to the second are judged:
+# few segments, and short strides.
+_MOST_STAGES = 40
 _MOST_SIMPLE = 12
 
 # The first ones, which recompute nothing, and everything, are judged in any case. The chain's scalars may say that no
@@ -138,12 +139,11 @@ class Solver:
 
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
-        """The uniform trees: all of them for few units, those with few regions or long strides for many."""
+        """The uniform trees: all of them for few stages, those with small numbers for many."""
         # Judging a long loop takes long, and of equal steps the tables have most of these trees too.
-        is_long = len(self.chain.stages) > _MOST_UNIFORM or bool(self.loops)
-        trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
-        chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
-        chosen = chosen if self.hand_made else chosen[:_ALWAYS]
+        stages = len(self.chain.stages)
+        trees = uniform_trees(stages, most=_MOST_SIMPLE if stages > _MOST_STAGES or self.loops else None)
+        chosen = trees if self.hand_made else trees[:_ALWAYS]
         self.search_budget.tell("judging")
         judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
         return tuple(self.judged(expanded(tree, self.stages)) for tree in judged)
@@ -255,8 +255,3 @@ class Solver:
             limit *= _FINER
             found = self.table_within(limit)
         return found
-
-
-def _is_simple(name: str) -> bool:
-    number = "".join(letter for letter in name if letter.isdigit())
-    return not number or int(number) <= _MOST_SIMPLE
