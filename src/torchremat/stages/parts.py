@@ -26,7 +26,7 @@ from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
-from torchremat.planning.searches.granularity import aligned, mixed
+from torchremat.planning.searches.granularity import Mixtures
 from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate
@@ -48,10 +48,8 @@ class Parts:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
             runs = [_PartsRun(module, step, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
-        self._whole = pair.blocks
-        pair = ProfilePair(blocks=runs[0].profile(), leaves=runs[1].profile() if len(runs) > 1 else None)
-        self._pair = aligned(pair, stays=True)
-        self._mixtures: dict[int, tuple[Profile, Profile]] = {}
+        own = ProfilePair(blocks=runs[0].profile(), leaves=runs[1].profile() if len(runs) > 1 else None)
+        self._mixtures = Mixtures([own], stays=True)
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
     def predict(self, candidate: Candidate, ahead: bool = False) -> PartsPrediction:
@@ -61,7 +59,7 @@ class Parts:
             candidate: The tree.
             ahead: Whether microbatches may be recomputed before their gradient comes.
         """
-        own, kept_bytes = self._of(candidate.profile), candidate.prediction.kept_bytes
+        (own,), kept_bytes = self._mixtures.like(candidate.profile.units), candidate.prediction.kept_bytes
 
         def simulator() -> PartsSimulator:
             options, offloads = candidate.profile.options, candidate.offloads
@@ -75,14 +73,6 @@ class Parts:
             between_bytes=max(0, between),
             weight_bytes=max(0, between + self._weight_rise_bytes),
         )
-
-    def _of(self, profile: Profile) -> Profile:
-        """Return the profile of a backward in parts that has the units of a profile."""
-        if id(profile) not in self._mixtures:
-            whole = {call for unit in profile.units.units for call in unit.calls}
-            split = {call for unit in self._whole.units.units for call in unit.calls if call not in whole}
-            self._mixtures[id(profile)] = profile, mixed(self._pair, frozenset(split), stays=True)
-        return self._mixtures[id(profile)][1]
 
 
 class _Unneeded:

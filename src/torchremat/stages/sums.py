@@ -31,7 +31,7 @@ from torchremat.planning.profiles.profiling import ProfilePair, watch
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watching import every_unit
-from torchremat.planning.searches.granularity import aligned, mixed
+from torchremat.planning.searches.granularity import Mixtures
 from torchremat.planning.searches.microbatches import SumsPrediction
 from torchremat.planning.searches.options import options_like
 from torchremat.planning.simulator.prediction import Candidate, predict
@@ -61,33 +61,24 @@ class Sums:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
             runs = [_SumsRun(module, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
-        self._whole = pair.blocks
         are_two = microbatches == 2
         places = (
             _BackwardPlace(is_first=True),
             _BackwardPlace(is_second=True, is_last=are_two),
             _BackwardPlace(is_second=are_two, is_last=True),
         )
-        self._places = [_pair(runs, place) for place in places]
-        self._mixtures: dict[int, tuple[Profile, list[Profile]]] = {}
+        self._mixtures = Mixtures(_pair(runs, place) for place in places)
 
     def predict(self, candidate: Candidate) -> SumsPrediction:
         """Return the peaks of the backwards under a tree."""
-        first, second, last = (predict(one, candidate.tree).backward_bytes for one in self._of(candidate.profile))
+        own = self._mixtures.like(candidate.profile.units)
+        first, second, last = (predict(one, candidate.tree).backward_bytes for one in own)
         return SumsPrediction(first_bytes=first, second_bytes=second, last_bytes=last)
-
-    def _of(self, profile: Profile) -> list[Profile]:
-        """Return the profile of each place with the units of a profile."""
-        if id(profile) not in self._mixtures:
-            whole = {call for unit in profile.units.units for call in unit.calls}
-            split = frozenset(call for unit in self._whole.units.units for call in unit.calls if call not in whole)
-            self._mixtures[id(profile)] = profile, [mixed(one, split) for one in self._places]
-        return self._mixtures[id(profile)][1]
 
 
 def _pair(runs: list[_SumsRun], place: _BackwardPlace) -> ProfilePair:
     profiles = [run.profile(place) for run in runs]
-    return aligned(ProfilePair(blocks=profiles[0], leaves=profiles[1] if len(profiles) > 1 else None))
+    return ProfilePair(blocks=profiles[0], leaves=profiles[1] if len(profiles) > 1 else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ split; see `inter_call_saves`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -58,6 +59,33 @@ def units_of(pair: ProfilePair, split: frozenset[int]) -> Units | None:
 
 def _units(blocks: Profile, split: frozenset[int]) -> Units:
     return find_units(blocks.units.trace, split, blocks.units.unlike, blocks.units.grain)
+
+
+class Mixtures:
+    """The mixtures of a step that was profiled in several ways, with the units of any other mixture of it.
+
+    Args:
+        pairs: The profiles in each way.
+        stays: See `mixed`.
+    """
+
+    def __init__(self, pairs: Iterable[ProfilePair], *, stays: bool = False) -> None:
+        self._stays = stays
+        self._pairs = [aligned(pair, stays=stays) for pair in pairs]
+        self._known: dict[frozenset[int], list[Profile]] = {}
+
+    def like(self, units: Units) -> list[Profile]:
+        """Return the profile in each way that has some units."""
+        split = split_in(self._pairs[0].blocks.units, units)
+        if split not in self._known:
+            self._known[split] = [mixed(pair, split, stays=self._stays) for pair in self._pairs]
+        return self._known[split]
+
+
+def split_in(blocks: Units, units: Units) -> frozenset[int]:
+    """Return the calls of coarse units that are split in other units of the same step."""
+    whole = {call for unit in units.units for call in unit.calls}
+    return frozenset(call for unit in blocks.units for call in unit.calls if call not in whole)
 
 
 def mixed(pair: ProfilePair, split: frozenset[int], *, stays: bool = False) -> Profile:

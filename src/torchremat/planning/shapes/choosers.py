@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.dividing import Dividing
-from torchremat.planning.searches.granularity import divisible
+from torchremat.planning.searches.granularity import divisible, split_in
 from torchremat.planning.searches.options import selections_of
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
@@ -182,6 +182,4 @@ class Chooser:
 
 
 def _found(pair: ProfilePair, candidate: Candidate) -> FoundTree:
-    kept = {unit.calls for unit in candidate.profile.units.units}
-    split = frozenset(unit.calls[0] for unit in pair.blocks.units.units if unit.calls not in kept)
-    return FoundTree(split=split, tree=candidate.tree)
+    return FoundTree(split=split_in(pair.blocks.units, candidate.profile.units), tree=candidate.tree)
