@@ -1,4 +1,4 @@
-"""Backward split into an input and a weight part: one recompute by sessions, beside torch's checkpoint."""
+"""Backward split into an input and a weight pass: one recompute by sessions, beside torch's checkpoint."""
 
 from __future__ import annotations
 

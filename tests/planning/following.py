@@ -23,12 +23,12 @@ from weakref import WeakKeyDictionary, ref
 
 from probes.memory import address_of
 from probes.planning import (
+    InputPassSimulator,
     KeepNode,
     Live,
     MemorySimulator,
     OffloadedBytes,
     OffloadSchedule,
-    PartsSimulator,
     ProgramPoint,
     RanForward,
     UnitObserver,
@@ -59,13 +59,13 @@ def executed(run, model, profile, tree, transfers=None):
     return events
 
 
-def simulated(profile, tree, offloads=MappingProxyType({}), *, ahead=False, parts=False):
+def simulated(profile, tree, offloads=MappingProxyType({}), *, ahead=False, split=False):
     """The events that the simulator tells.
 
-    `ahead` for a step whose regions are recomputed before the gradient comes, `parts` for one whose backward has two
-    parts: up to the end of its input part.
+    `ahead` for a step whose regions are recomputed before the gradient comes, `split` for one whose backward is
+    split: up to the end of its input pass.
     """
-    kind = ToldParts if parts else Told
+    kind = ToldInputPass if split else Told
     simulator = kind(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads)
     steps = (simulator.forward(), recomputed_ahead(simulator), simulator.backward()) if ahead else (simulator,)
     for state in chain.from_iterable(steps):
@@ -200,8 +200,8 @@ class Told(MemorySimulator):
         super().drop(unit, again=again)
 
 
-class ToldParts(PartsSimulator, Told):
-    """Tells of the input part of a backward: what it releases, with its graph, has no weight behind it."""
+class ToldInputPass(InputPassSimulator, Told):
+    """Tells of the input pass of a backward: what it releases, with its graph, has no weight behind it."""
 
 
 class ToldOffloads(OffloadedBytes):

@@ -15,11 +15,11 @@ from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, s
 from planning.steps import in_parts, mixtures, profile, random_loads, random_tree, text, with_cuts, with_declared_speed
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
-from stages.test_parts import GRAD, STAGES, forward
+from stages.test_split_backward import GRAD, STAGES, forward
 from torchremat import Host, Session, session
-from torchremat._compat.pipelining import run_input_part
-from torchremat.stages.parts import Parts
+from torchremat._compat.pipelining import run_input_pass
 from torchremat.stages.samples import received
+from torchremat.stages.split_backward import SplitBackward
 from turns import in_turn
 
 PARTS = {
@@ -172,7 +172,7 @@ def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
     torch.manual_seed(0)
     module, rng = STAGES[name](), random.Random(name)
     pair = profile(module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]))
-    parts = Parts(module, forward, pair)
+    split = SplitBackward(module, forward, pair)
     sessions, events = [], []
 
     def run():
@@ -181,19 +181,20 @@ def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
             ends = forward(module)
         session.recompute(1000 if ahead else 0)
         with session.active(), session.input_pass() if name != "tied" else nullcontext():
-            return ends, run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+            return ends, run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
 
     for whole in (pair.blocks, mixed(pair, frozenset(divisible(pair)))) * 4:
-        own = parts._of(whole)
+        (own,) = split._mixtures.like(whole.units)
         tree = random_tree(own.units, rng)
 
         ours = executed(run, module, own, tree)
         sessions.pop().close()
 
-        # Tensors go one by one here, those that weights need later: `tests/stages/test_parts.py` has their bytes.
+        # Tensors go one by one here, and those that weights need go later: `tests/stages/test_split_backward.py` has
+        # their bytes.
         ours, theirs = (
             [event for event in told if not event.startswith("drop")]
-            for told in (ours, simulated(own, tree, ahead=ahead, parts=True))
+            for told in (ours, simulated(own, tree, ahead=ahead, split=True))
         )
         assert not (found := first_difference(ours, theirs)), f"{text(tree)}\n{found}"
         events += ours

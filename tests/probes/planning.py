@@ -49,10 +49,10 @@ from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
 from torchremat.planning.simulator.offload_choices import OffloadChoice, StoredUnit
 from torchremat.planning.simulator.offloaded import OffloadedBytes
-from torchremat.planning.simulator.parts import PartsSimulator, recomputed_ahead
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.planning.simulator.split_backward import InputPassSimulator, recomputed_ahead
 from torchremat.planning.stepping import ways_of_stepping
 from torchremat.planning.store_profiles import weighed
 from torchremat.regions.offload_schedule import OffloadSchedule

@@ -144,7 +144,7 @@ def in_parts():
     plans = planned("Schedule1F1B", "min", Long)
     assert [any(held.cuts for held in one.plan.held) for one in plans] == [False, True]
 
-    # The input part of a backward keeps what weights need.
+    # The input pass of a backward keeps what weights need.
     plans = planned("ScheduleInterleavedZeroBubble", "min", Long, lookahead=False)
     assert not any(held.cuts for one in plans for held in one.plan.held)
     program = Program("ScheduleInterleavedZeroBubble", Long)

@@ -4,7 +4,7 @@ from itertools import product
 from random import Random
 
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
-from torchremat.planning.simulator.parts import PartsPrediction
+from torchremat.planning.simulator.split_backward import SplitPrediction
 from torchremat.schedules.pipelines import parse
 from torchremat.stages.choosing import Choices
 from torchremat.stages.loads import DeviceLoad, loads_of
@@ -13,7 +13,7 @@ from turns import in_turn
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
 
 
-def share(kept_bytes, forward_bytes, backward_bytes, cost, parts=(0, 0, 0)):
+def share(kept_bytes, forward_bytes, backward_bytes, cost, split=(0, 0, 0)):
     return Share(
         candidate=None,
         kept_bytes=kept_bytes,
@@ -21,7 +21,7 @@ def share(kept_bytes, forward_bytes, backward_bytes, cost, parts=(0, 0, 0)):
         backward_bytes=backward_bytes,
         cost=cost,
         sums=SumsPrediction(),
-        parts=PartsPrediction(input_bytes=parts[0], between_bytes=parts[1], weight_bytes=parts[2]),
+        split=SplitPrediction(input_bytes=split[0], between_bytes=split[1], weight_bytes=split[2]),
     )
 
 

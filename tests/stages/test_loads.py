@@ -18,7 +18,7 @@ def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():
     assert loads_of(last, {}) == [DeviceLoad(1, "forward", ()), DeviceLoad(1, "backward", ())]
 
 
-def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
+def test_what_lies_between_the_passes_of_a_backward_is_counted_apart():
     (actions,) = parse(["F1.0 F1.1 I1.0 W1.0 I1.1 W1.1"])
 
     assert most_held(actions) == {1: 2}
@@ -32,7 +32,7 @@ def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
     ]
 
 
-def test_between_the_parts_of_two_microbatches():
+def test_between_the_passes_of_two_microbatches():
     (actions,) = parse(["F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"])
 
     assert loads_of(actions, {})[2:] == [
@@ -59,7 +59,7 @@ def test_two_stages_of_a_process_and_outputs_that_stay():
 def test_outputs_are_held_while_a_whole_backward_runs():
     (actions,) = parse(["F0.0 B0.0 F0.1 I0.1 W0.1"])
 
-    # Whoever calls a whole backward has them until its end. Of a backward in parts they are let go of in the first.
+    # Whoever calls a whole backward has them until its end. Of a split backward they are let go of in the first.
     assert [load.other_bytes for load in loads_of(actions, {0: 8}, {0: 100})] == [0, 100, 8, 8, 8]
 
 

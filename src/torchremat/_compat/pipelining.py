@@ -11,7 +11,7 @@ That package takes a while to import, so nothing here imports it: code that has 
     `bwd_recv_ops`, `fwd_recv_ops`       the other schedules             the same
     `pipeline_order_with_comms`          the other schedules             the order of actions
     `dw_builder`                         stage                           the part that is a whole backward
-    `stage_backward_input`, `..._weight` module of both parts            to run them for one microbatch
+    `stage_backward_input`, `..._weight` module of both passes           to run them for one microbatch
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ def orders_of(schedule: object) -> Mapping[int, Sequence[TorchAction]]:
     return cast("Any", schedule).pipeline_order_with_comms
 
 
-def whole_part_of(stage: TorchStage) -> Literal["input", "weight"] | None:
-    """Return the one of two parts in which all of autograd's backward runs; None if it is split between both.
+def whole_pass_of(stage: TorchStage) -> Literal["input", "weight"] | None:
+    """Return the one of two passes in which all of autograd's backward runs; None if it is split between both.
 
-    With a `dw_builder` it is the input part, and the other one is the user's. For the first stage it is the weight
+    With a `dw_builder` it is the input pass, and the other one is the user's. For the first stage it is the weight
     part: the gradients of its inputs are never waited for.
     """
     if getattr(stage, "dw_builder", None):
@@ -167,21 +167,21 @@ def whole_part_of(stage: TorchStage) -> Literal["input", "weight"] | None:
     return "weight" if stage.stage_index == 0 else None
 
 
-def run_input_part(
+def run_input_pass(
     roots: Sequence[Tensor],
     grads: Sequence[Tensor] | None,
     inputs: Sequence[object],
     outputs: Sequence[Tensor],
     module: nn.Module,
 ) -> object:
-    """Run the input part of a backward, and return the starting point of the weight part.
+    """Run the input pass of a backward, and return the starting point of the weight pass.
 
     Args:
         roots: The outputs of the module, or the loss.
         grads: Their gradients; None for a loss.
         inputs: The module's inputs; those that require grad get their gradients.
         outputs: The module's outputs. Afterwards they are in no graph.
-        module: The module whose parameters get their gradients in the weight part.
+        module: The module whose parameters get their gradients in the weight pass.
 
     Raises:
         VersionError: This torch lacks this part.
@@ -193,8 +193,8 @@ def run_input_part(
     return groups
 
 
-def run_weight_part(groups: object, module: nn.Module) -> None:
-    """Run the weight part of a backward.
+def run_weight_pass(groups: object, module: nn.Module) -> None:
+    """Run the weight pass of a backward.
 
     Raises:
         UnsupportedError: It begins at a node of a custom Function, which this torch does not support.

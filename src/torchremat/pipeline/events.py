@@ -28,7 +28,7 @@ class PipelineEvent:
     Attributes:
         stage: From 0.
         microbatch: From 0.
-        kind: "input" and "weight" are the two parts of a split backward; a "copy" brings data to this stage; a "wait"
+        kind: "input" and "weight" are the two passes of a split backward; a "copy" brings data to this stage; a "wait"
             is idle time with a known reason.
         start_s: Seconds; the timeline defines their origin.
         end_s: On the same clock.

@@ -74,11 +74,11 @@ def verify(
 
 @contextmanager
 def _state_made(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Generator[None]:
-    """Let the optimizers that step in parts have their state in a block."""
+    """Let the optimizers that step parameter by parameter have their state in a block."""
     stepped = (optimizer, *(handles.optimizer() for handles in handles_on(model.modules())))
     with ExitStack() as stack:
-        for parts in {own for one in stepped if one is not None and (own := steps_in_parts(one)) is not None}:
-            stack.enter_context(parts.state_made())
+        for steps in {own for one in stepped if one is not None and (own := steps_in_parts(one)) is not None}:
+            stack.enter_context(steps.state_made())
         yield
 
 
@@ -150,7 +150,7 @@ class _BothRun:
     def _timed(self) -> tuple[float, float | None]:
         """Return the seconds of a step with the regions and of one without: each the median of some, run in turn.
 
-        Only forward and backward count, as parts of the optimizer's step are undone here.
+        Only forward and backward count, as what the optimizer steps meanwhile is undone here.
         """
         device, now = self._device, accelerator_of(self._device).seconds
         ours, plain = list[float](), list[float]()

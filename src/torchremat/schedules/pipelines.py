@@ -6,7 +6,7 @@ are interleaved. The text of an action is a letter, its stage, and its microbatc
 - `F0.1`: the forward of microbatch 1 through stage 0.
 - `R0.1`: that forward again, to recompute the tensors that backward needs.
 - `B0.1`: the backward, of inputs and weights together.
-- `I0.1`, `W0.1`: the backward in two parts, first for inputs, then for weights.
+- `I0.1`, `W0.1`: the two passes of a split backward, first for inputs, then for weights.
 - `C0.1`: a copy of an activation or a gradient to stage 0.
 - `_0.1`: a wait.
 

@@ -4,8 +4,8 @@ action    runs                                       afterwards
 F         the forward of a microbatch                it is held, with the tensors that its tree keeps
 R         its recompute, ahead of its gradient       it is held, and its backward comes next
 B         its backward                               it is freed
-I         the input part of its backward             it is held, with the tensors that stay between the parts
-W         the weight part                            it is freed
+I         the input pass of its backward             it is held, with the tensors that stay between the passes
+W         the weight pass                            it is freed
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class DeviceLoad:
     Attributes:
         running: The stage that runs; None during copies and the loss.
         phase: The phase that runs: the forward, a recompute ahead of the gradient, the whole backward, the backward of
-            the first, second or last microbatch of several in one backward, a part of the backward, the copies before
-            the forwards of a clock, or the loss between forward and backward.
+            the first, second or last microbatch of several in one backward, a pass of a split backward, the copies
+            before the forwards of a clock, or the loss between forward and backward.
         held: How many microbatches each stage holds before their backward, without the one that runs.
-        between: How many each stage holds between the two parts of their backward.
+        between: How many each stage holds between the two passes of their backward.
         other_bytes: Other bytes: of the loss, or between stages.
     """
 
@@ -45,7 +45,7 @@ class DeviceLoad:
     def bytes_of(self, stage: int, share: Share) -> int:
         """The bytes that a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
-        held += dict(self.between).get(stage, 0) * share.parts.between_bytes
+        held += dict(self.between).get(stage, 0) * share.split.between_bytes
         if stage != self.running:
             return held
         match self.phase:
@@ -62,9 +62,9 @@ class DeviceLoad:
             case "last":
                 return held + share.sums.last_bytes
             case "input":
-                return held + share.parts.input_bytes
+                return held + share.split.input_bytes
             case "weight":
-                return held + share.parts.weight_bytes
+                return held + share.split.weight_bytes
             case "copies" | "loss":
                 return held
 
@@ -75,7 +75,7 @@ def loads_of(
     """Return the loads of a device, each once.
 
     Args:
-        actions: The device's actions: forwards, recomputes ahead of gradients, and backwards, whole or in two parts.
+        actions: The device's actions: forwards, recomputes ahead of gradients, and backwards, whole or split.
         left_bytes: By stage, the bytes that a microbatch leaves there when its backward has ended.
         output_bytes: By stage, the outputs of a microbatch, which the caller of its whole backward holds meanwhile.
     """

@@ -30,11 +30,11 @@ from torchremat.planning.searches.search import Search
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
-from torchremat.stages.parts import Parts
 from torchremat.stages.pipes import sites_of_pipe
 from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.stages.samples import Sample, Site
 from torchremat.stages.schedules import site_of_schedule
+from torchremat.stages.split_backward import SplitBackward
 from torchremat.stages.sums import Sums
 from torchremat.tensors.sizes import format_bytes
 
@@ -137,8 +137,8 @@ class _Planned:
         self.site = site
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
         self._planners = {sample.stage: _planner(sample, site, options) for sample in site.samples}
-        self._parts = {
-            one.stage: Parts(one.module, one.ends, self._search(one.stage).pair).predict
+        self._split_backwards = {
+            one.stage: SplitBackward(one.module, one.ends, self._search(one.stage).pair).predict
             for one in site.samples
             if one.ends is not None
         }
@@ -160,7 +160,7 @@ class _Planned:
             return {
                 one.stage: shares(
                     self._search(one.stage),
-                    self._parts.get(one.stage),
+                    self._split_backwards.get(one.stage),
                     self._sums.get(one.stage),
                     ahead=one.ahead,
                 )
@@ -331,7 +331,7 @@ def _words(chosen: Chosen) -> str:
         case "backward" | "first" | "second" | "last":
             return f"backward of stage {chosen.highest.running}"
         case "input" | "weight":
-            return f"{chosen.highest.phase} part of the backward of stage {chosen.highest.running}"
+            return f"{chosen.highest.phase} pass of the backward of stage {chosen.highest.running}"
         case "copies":
             return "copies between stages, in forward"
         case "loss":

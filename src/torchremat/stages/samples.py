@@ -25,7 +25,7 @@ class Sample:
         module: Its layers.
         step: Called with the module, runs the microbatch from its input and returns the tensor that backward begins
             from.
-        ends: The same for a backward in two parts; None if the backward is whole.
+        ends: The same for a split backward; None if the backward is whole.
         ahead: Whether microbatches of the stage may be recomputed before their gradient arrives.
         added: Whether one backward runs several microbatches, and sums the gradients of their weights.
     """
@@ -46,7 +46,7 @@ class Ends:
         roots: The outputs of the stage, or the loss.
         grads: Their gradients; None for a loss.
         inputs: Of the stage.
-        outputs: Of the stage; they live until the weight part has ended.
+        outputs: Of the stage; they live until the weight pass has ended.
     """
 
     roots: Sequence[Tensor]

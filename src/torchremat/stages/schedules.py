@@ -32,7 +32,7 @@ from torchremat._compat.pipelining import (
     microbatches_of,
     name_of,
     stages_of,
-    whole_part_of,
+    whole_pass_of,
 )
 from torchremat.errors import StepError
 from torchremat.measuring.step import loss_of
@@ -106,14 +106,14 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
 
 
 def _as_run(actions: Sequence[Action], stages: Sequence[TorchStage], ahead: Container[int]) -> Iterator[Action]:
-    """Yield the actions as torch runs them: some backwards in two parts in the order are whole in the stage.
+    """Yield the actions as torch runs them: some backwards that the order splits are whole in the stage.
 
     Args:
         actions: In the order of the schedule.
         stages: Of this process.
         ahead: Stages that recompute before they wait for a gradient, which their backward follows.
     """
-    whole = {stage.stage_index: whole_part_of(stage) for stage in stages}
+    whole = {stage.stage_index: whole_pass_of(stage) for stage in stages}
     for action in actions:
         if action.kind in ("backward", "input") and action.stage in ahead:
             yield replace(action, kind="recompute")
@@ -189,7 +189,7 @@ class _ScheduleRun:
         return received(output, held=True, grads=self.seen.output)
 
     def ends(self, module: nn.Module) -> Ends:
-        """Run the forward, for a backward in two parts."""
+        """Run the forward, for a split backward."""
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
         with self.seen.taken.under_autocast():
             output = module(*args, **kwargs)

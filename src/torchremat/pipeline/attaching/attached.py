@@ -177,7 +177,7 @@ def attach(
     """Give each microbatch of each stage its own session, and recompute ahead of gradients.
 
     A region in a stage (`wrap`, `checkpoint`) is then recomputed once per microbatch, also if a schedule splits the
-    backward into an input and a weight part. Gradients are the same as without `attach`, bit for bit.
+    backward into an input and a weight pass. Gradients are the same as without `attach`, bit for bit.
 
     Args:
         schedule: A ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS,

@@ -7,7 +7,7 @@
     W   weight passes             `backward_weight_one_chunk`                  closed after it
         the step ends, or raises  `step` of the schedule                       closed
 
-Some stages run everything in one of the two parts, which is then a whole backward: see `whole_part_of`.
+Some stages run everything in one of the two passes, which is then a whole backward: see `whole_pass_of`.
 
 The stage keeps these objects, through its replaced attributes; nothing here keeps the stage.
 
@@ -32,7 +32,7 @@ from weakref import ref
 
 import torch
 
-from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_part_of
+from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_pass_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
@@ -62,7 +62,7 @@ class SessionsOfStage:
         self._plain = plain
         self._weighs = weighs
         self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
-        self._whole = whole_part_of(stage)
+        self._whole = whole_pass_of(stage)
         self._open: dict[int, Session] = {}
         self._drops = True  # until a weight pass needs a tensor that an input pass has dropped
         self.index = stage.stage_index

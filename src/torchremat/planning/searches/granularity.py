@@ -20,9 +20,9 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import every_unit
 from torchremat.planning.searches.inter_call_saves import inter_call_saves_of
-from torchremat.planning.simulator.parts import PartsSimulator
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.planning.simulator.split_backward import InputPassSimulator
 
 _BACKWARD_MOMENTS = (ProgramPoint.RECOMPUTE, ProgramPoint.BACKWARD, ProgramPoint.RELEASED)
 _UNIT_POINTS = (ProgramPoint.FORWARD, ProgramPoint.LEFT, *_BACKWARD_MOMENTS)
@@ -94,7 +94,7 @@ def mixed(pair: ProfilePair, split: frozenset[int], *, stays: bool = False) -> P
     Args:
         pair: The profiles to mix.
         split: Calls among `divisible(pair)` for which `units_of` returns units.
-        stays: Whether the profiles are of a backward in two parts; the graph stays in the first part.
+        stays: Whether the profiles are of a split backward, whose graph stays after the input pass.
     """
     pair = aligned(pair, stays=stays) if split else pair
     if not split or pair.leaves is None:
@@ -109,7 +109,7 @@ def aligned(pair: ProfilePair, *, stays: bool = False) -> ProfilePair:
     # A boundary storage of one profile must be one in both, and in the mixture: otherwise a variable that is alive for
     # a while, or a tensor that a unit's own code saves, would count outside the plan in one and inside it in the other.
     boundary = pair.blocks.lifetimes.boundary | pair.leaves.lifetimes.boundary
-    kind = PartsSimulator if stays else MemorySimulator
+    kind = InputPassSimulator if stays else MemorySimulator
     return ProfilePair(
         blocks=_with_boundary(pair.blocks, boundary, kind), leaves=_with_boundary(pair.leaves, boundary, kind)
     )

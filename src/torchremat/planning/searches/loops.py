@@ -66,14 +66,14 @@ def loops_in(units: Units) -> tuple[FoundLoop, ...]:
     return tuple(loop for row in units.rows for loop in _loops(units, kinds, row.start, row.stop))
 
 
-def have_parts(loops: Sequence[FoundLoop]) -> bool:
+def have_several_units(loops: Sequence[FoundLoop]) -> bool:
     """Whether steps have several units, which then are kept or recomputed together."""
     return any(loop.period > 1 for loop in loops)
 
 
 def are_long(units: Units, loops: Sequence[FoundLoop]) -> bool:
     """Whether a chain of steps takes the place of the chain of units: that would take too long, or is no better."""
-    return bool(loops) and len(units.units) > (_MOST if have_parts(loops) else MOST_FINE)
+    return bool(loops) and len(units.units) > (_MOST if have_several_units(loops) else MOST_FINE)
 
 
 def stages_of(units: Units, loops: Sequence[FoundLoop]) -> tuple[range, ...]:

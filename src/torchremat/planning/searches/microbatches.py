@@ -19,8 +19,8 @@ import numpy as np
 
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
-from torchremat.planning.simulator.parts import PartsPrediction, after_lookahead
 from torchremat.planning.simulator.prediction import Candidate, walk_of
+from torchremat.planning.simulator.split_backward import SplitPrediction, after_lookahead
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and the number of trees taken from each chain.
@@ -40,7 +40,7 @@ class Share:
         ahead_bytes: If it may be recomputed before its gradient arrives: the peak of that. The peaks of its backward
             then assume that everything is recomputed.
         sums: The peaks with other microbatches in the same backward.
-        parts: The bytes if its backward has two parts.
+        split: The bytes if its backward is split.
         cost: Cost of its recomputes, in the unit of the planner's cost.
     """
 
@@ -50,7 +50,7 @@ class Share:
     backward_bytes: int
     cost: float
     sums: SumsPrediction
-    parts: PartsPrediction
+    split: SplitPrediction
     ahead_bytes: int = 0
 
 
@@ -74,11 +74,11 @@ class SumsPrediction:
 
 
 SumsPredictor = Callable[[Candidate], SumsPrediction]
-PartsPredictor = Callable[[Candidate, bool], PartsPrediction]
+SplitPredictor = Callable[[Candidate, bool], SplitPrediction]
 
 
 def shares(
-    search: Search, parts: PartsPredictor | None = None, sums: SumsPredictor | None = None, *, ahead: bool = False
+    search: Search, split: SplitPredictor | None = None, sums: SumsPredictor | None = None, *, ahead: bool = False
 ) -> tuple[Share, ...]:
     """Return the trees worth choosing for a part of a model, whatever its budget and number of microbatches.
 
@@ -86,21 +86,21 @@ def shares(
 
     Args:
         search: The search for one microbatch.
-        parts: Predicts a backward in two parts, if the schedule has such; the flag is `ahead`.
+        split: Predicts a split backward, if the schedule has such; the flag is `ahead`.
         sums: Predicts a backward shared by several microbatches, if the schedule has such.
         ahead: Whether microbatches may be recomputed before their gradient arrives.
     """
     found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
     found.pop(id(search.plain), None)
-    others = _undominated(_share(candidate, parts, sums, ahead) for candidate in found.values())
-    if search.dividing is not None and parts is None and not ahead:  # which recompute whole units
+    others = _undominated(_share(candidate, split, sums, ahead) for candidate in found.values())
+    if search.dividing is not None and split is None and not ahead:  # which recompute whole units
         trees = [one.candidate.tree for one in others if one.candidate.profile is search.blocks.profile]
-        finer = [_share(candidate, parts, sums, ahead) for candidate in search.dividing.finer(trees)]
+        finer = [_share(candidate, split, sums, ahead) for candidate in search.dividing.finer(trees)]
         others = _undominated([*others, *finer])
-    return (_share(search.plain, parts, sums, ahead), *others)
+    return (_share(search.plain, split, sums, ahead), *others)
 
 
-def _share(candidate: Candidate, parts: PartsPredictor | None, sums: SumsPredictor | None, ahead: bool) -> Share:
+def _share(candidate: Candidate, split: SplitPredictor | None, sums: SumsPredictor | None, ahead: bool) -> Share:
     prediction = candidate.prediction
     recomputing, backward = 0, 0
     if ahead:
@@ -114,7 +114,7 @@ def _share(candidate: Candidate, parts: PartsPredictor | None, sums: SumsPredict
         backward_bytes=max(0, prediction.backward_bytes, backward),
         cost=candidate.cost,
         sums=SumsPrediction() if sums is None else sums(candidate),
-        parts=PartsPrediction() if parts is None else parts(candidate, ahead),
+        split=SplitPrediction() if split is None else split(candidate, ahead),
         ahead_bytes=recomputing,
     )
 
@@ -157,5 +157,5 @@ def _sizes(share: Share) -> tuple[float, ...]:
         share.backward_bytes,
         *astuple(share.sums),
         share.forward_bytes,
-        *astuple(share.parts),
+        *astuple(share.split),
     )

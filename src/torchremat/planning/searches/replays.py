@@ -182,7 +182,7 @@ class SelectionReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialBackward:
-    """Peaks of the parts of a backward.
+    """Peaks of a backward before, in and after the recompute in its middle.
 
     Attributes:
         early_bytes: Peak until the recompute, over the live bytes at the beginning.
@@ -196,14 +196,14 @@ class PartialBackward:
     late_bytes: int
 
 
-def in_parts(
+def partial_backward(
     backward: UnitBackward,
     saves: Sequence[int] | None,
     flow: Dataflow,
     selection: OperatorSelection,
     replay: SelectionReplay,
 ) -> PartialBackward:
-    """Return the parts of a backward under a selection.
+    """Return the peaks of a backward in whose middle the unit recomputes what a selection does not hold.
 
     Args:
         backward: The watched backward.

@@ -12,7 +12,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.dividing import Dividing
 from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
-from torchremat.planning.searches.loops import are_long, have_parts, loops_in
+from torchremat.planning.searches.loops import are_long, have_several_units, loops_in
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
@@ -102,7 +102,7 @@ class Search:
         """One solver for each mixture, and one for the modules around the units."""
         units = self.pair.blocks.units
         loops = loops_in(units)
-        is_in_parts = have_parts(loops) and not are_long(units, loops)
+        has_wide_steps = have_several_units(loops) and not are_long(units, loops)
         # A module is split in all of its calls or in none, since its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
         for call in sorted(divisible(self.pair)):
@@ -130,7 +130,7 @@ class Search:
             self.blocks,
             *(self._solver(mixture, hand_made=len(mixture.units.units) == finest) for mixture in mixtures),
             *(self._solver(one) for one in (self.pair.around,) if one and one.options),
-            *([self._solver(self.pair.blocks, over_steps=True)] if is_in_parts else ()),
+            *([self._solver(self.pair.blocks, over_steps=True)] if has_wide_steps else ()),
         )
 
     @property

@@ -20,7 +20,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.searches.chains import Cost, RunCost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
-from torchremat.planning.searches.replays import SelectionReplay, in_parts
+from torchremat.planning.searches.replays import SelectionReplay, partial_backward
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
 from torchremat.schedules.dataflow import Dataflow, Value
@@ -107,7 +107,7 @@ class UnitOperators:
         seen = self._seen(asked_about(operators, ordinals))
         taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
         overhead_s = profile.overheads.seconds(*taken)
-        backward = in_parts(profile.backwards[unit], self.saves, self.flow, selection, replay)
+        backward = partial_backward(profile.backwards[unit], self.saves, self.flow, selection, replay)
         return OptionBytes(
             kept=frozenset(boundary),
             kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),

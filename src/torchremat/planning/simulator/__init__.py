@@ -6,5 +6,5 @@ offload_choices.py  which saved tensors of a unit can go into a store, and at wh
 offloaded.py        which bytes are in stores during the simulation
 simulator.py        the live bytes at every program point
 prediction.py       the cost and the peak of a tree, and a tree that was judged by them
-parts.py            a backward with all regions recomputed ahead, and one in two parts, for inputs and for weights
+split_backward.py   a backward with all regions recomputed ahead, and one split into an input and a weight pass
 """

@@ -1,4 +1,4 @@
-"""What a stage needs in the two parts of its backward, under every tree that a plan may have: the bytes measured."""
+"""What a stage needs in both passes of a split backward, under every tree that a plan may have: the bytes measured."""
 
 from dataclasses import astuple
 from importlib import import_module
@@ -11,11 +11,11 @@ from torch.nn import functional
 from probes.planning import plan_of
 from regions.comparing import Tied
 from torchremat import Planner, Session, UnsupportedError
-from torchremat._compat.pipelining import run_input_part, run_weight_part
+from torchremat._compat.pipelining import run_input_pass, run_weight_pass
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.searches.microbatches import shares
-from torchremat.stages.parts import Parts
 from torchremat.stages.samples import Ends, received
+from torchremat.stages.split_backward import SplitBackward
 from versions import IS_OLD
 
 WIDTH = 16
@@ -78,7 +78,7 @@ def forward(module):
 
 
 def measured(module, *, drops, ahead=False):
-    """Highest live bytes of the input part, those between both, and the highest of the weight part."""
+    """Highest live bytes of the input pass, those between both, and the highest of the weight pass."""
     session = Session(serves_all=ahead)
     with record_allocations(torch.device("cpu")) as recorder:
         with session.active():
@@ -87,10 +87,10 @@ def measured(module, *, drops, ahead=False):
         marks = [recorder.mark("input")]
         with session.active():
             session.drops = drops
-            groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+            groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
             session.drops = False
             marks.append(recorder.mark("between"))
-            run_weight_part(groups, module)
+            run_weight_pass(groups, module)
         marks.append(recorder.mark("end"))
         del ends, groups
         session.close()
@@ -109,7 +109,7 @@ def worth_choosing(name, *, ahead=False):
     return (
         module,
         planner,
-        shares(planner.solver, Parts(module, forward, planner.solver.pair).predict, ahead=ahead),
+        shares(planner.solver, SplitBackward(module, forward, planner.solver.pair).predict, ahead=ahead),
     )
 
 
@@ -125,7 +125,7 @@ def test_every_tree(name):
         plan.apply(module)
         figures = measured(module, drops=name != "tied")
         plan.remove(module)
-        predicted = astuple(share.parts)
+        predicted = astuple(share.split)
         differences.add(tuple(ours - theirs for ours, theirs in zip(predicted, figures, strict=True)))
 
     assert len(found) > 5
@@ -145,18 +145,18 @@ def test_every_tree_ahead(name):
         figures = [measured(module, drops=name != "tied", ahead=ahead) for ahead in (False, True)]
         plan.remove(module)
         highest, between, weight = (max(found) for found in zip(*figures, strict=True))
-        differences.add(share.parts.input_bytes - highest)
-        is_within &= between <= share.parts.between_bytes and weight <= share.parts.weight_bytes
+        differences.add(share.split.input_bytes - highest)
+        is_within &= between <= share.split.between_bytes and weight <= share.split.weight_bytes
 
     assert differences == {0}
     assert is_within
 
 
-def test_a_stage_with_regions_holds_less_between_the_parts():
+def test_a_stage_with_regions_holds_less_between_the_passes():
     _, _, (plain, *others) = worth_choosing("blocks")
 
     # Of a block, weights need: the inputs of three layers, two numbers a row of the norm. What the gate needs is gone.
-    assert plain.parts.between_bytes - min(one.parts.between_bytes for one in others) == 3 * (
+    assert plain.split.between_bytes - min(one.split.between_bytes for one in others) == 3 * (
         3 * 2 * WIDTH * X.shape[0] * 4
     )
 
@@ -164,11 +164,11 @@ def test_a_stage_with_regions_holds_less_between_the_parts():
 def test_a_custom_function_is_split_or_an_error_of_this_torch_says_that_it_cannot_be():
     module = Scale()
     ends = forward(module)
-    groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+    groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
 
     if IS_OLD:
         with pytest.raises(UnsupportedError, match=r"cannot split the backward of a custom autograd Function .* 2\.13"):
-            run_weight_part(groups, module)
+            run_weight_pass(groups, module)
     else:
-        run_weight_part(groups, module)
+        run_weight_pass(groups, module)
         assert torch.equal(module.weight.grad, (GRAD * X.sin()).sum(0))

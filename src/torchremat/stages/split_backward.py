@@ -1,9 +1,9 @@
-"""A watched microbatch whose backward runs in two parts: the tensors that stay between the parts, and both peaks.
+"""A watched microbatch whose backward is split: the tensors that stay between its two passes, and both peaks.
 
 As in a profile every unit is a region, in a session, so the run holds no more than any plan must. The tensors that stay
-for the weights are read out of the session; gradients that wait for the weight part are live in addition.
+for the weights are read out of the session; gradients that wait for the weight pass are live in addition.
 
-    marks    forward     input part of each unit               weight part
+    marks    forward     input pass of each unit               weight pass
     read                 recomputed: tensors it created        peak above the bytes at its beginning
                          next one: which of them are freed
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torchremat._compat.pipelining import run_input_part, run_weight_part
+from torchremat._compat.pipelining import run_input_pass, run_weight_pass
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.storages import address_of
@@ -27,9 +27,9 @@ from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
 from torchremat.planning.searches.granularity import Mixtures
-from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate
+from torchremat.planning.simulator.split_backward import InputPassSimulator, SplitPrediction, SplitUnitBytes, input_pass
 from torchremat.regions.footprints import footprint_bytes, waiting_storages
 from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings
@@ -37,23 +37,23 @@ from torchremat.regions.slots import Recomputable
 from torchremat.stages.samples import Ends
 
 
-class Parts:
-    """Predicts the bytes of the two parts, for trees over the units of a profile or of a mixture of its granularities.
+class SplitBackward:
+    """Predicts the bytes of both passes, for trees over the units of a profile or of a mixture of its granularities.
 
     Raises:
-        VersionError: This torch has no such parts.
+        VersionError: This torch has no such passes.
     """
 
     def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], pair: ProfilePair) -> None:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
-            runs = [_PartsRun(module, step, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
+            runs = [_SplitRun(module, step, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
         own = ProfilePair(blocks=runs[0].profile(), leaves=runs[1].profile() if len(runs) > 1 else None)
         self._mixtures = Mixtures([own], stays=True)
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
-    def predict(self, candidate: Candidate, ahead: bool = False) -> PartsPrediction:
-        """Return the bytes of both parts under a tree.
+    def predict(self, candidate: Candidate, ahead: bool = False) -> SplitPrediction:
+        """Return the bytes of both passes under a tree.
 
         Args:
             candidate: The tree.
@@ -61,14 +61,14 @@ class Parts:
         """
         (own,), kept_bytes = self._mixtures.like(candidate.profile.units), candidate.prediction.kept_bytes
 
-        def simulator() -> PartsSimulator:
+        def simulator() -> InputPassSimulator:
             options, offloads = candidate.profile.options, candidate.offloads
-            return PartsSimulator(own.units, own.sizes, own.order, own.lifetimes, candidate.tree, options, offloads)
+            return InputPassSimulator(own.units, own.sizes, own.order, own.lifetimes, candidate.tree, options, offloads)
 
-        highest, between = input_part(own, simulator(), kept_bytes=kept_bytes)
+        highest, between = input_pass(own, simulator(), kept_bytes=kept_bytes)
         if ahead:
-            highest = max(highest, input_part(own, simulator(), kept_bytes=kept_bytes, ahead=True)[0])
-        return PartsPrediction(
+            highest = max(highest, input_pass(own, simulator(), kept_bytes=kept_bytes, ahead=True)[0])
+        return SplitPrediction(
             input_bytes=max(0, highest),
             between_bytes=max(0, between),
             weight_bytes=max(0, between + self._weight_rise_bytes),
@@ -92,8 +92,8 @@ class _Unneeded:
         self.was_needed = True
 
 
-class _PartsRun:
-    """One microbatch with every unit of a profile as a region, its backward in two parts."""
+class _SplitRun:
+    """One microbatch with every unit of a profile as a region, its backward split."""
 
     def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], subject: Subject, whole: Profile) -> None:
         self.whole = whole
@@ -114,15 +114,15 @@ class _PartsRun:
                 with session.active():
                     if drops:
                         with session.input_pass():
-                            groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+                            groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
                     else:
-                        groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+                        groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
                 self.between = recorder.mark("between")
                 self.left = [own.region is None or own.region() is None for own in watcher.watched]
                 self.needs = [self._needs(unit, session) for unit in range(len(units.units))]
                 self.outputs = self._numbers(ends.outputs)
                 with session.active():
-                    run_weight_part(groups, module)
+                    run_weight_pass(groups, module)
                 self.ends = recorder.mark("end")
             del ends, groups
         self._trace = recorder.trace
@@ -146,7 +146,7 @@ class _PartsRun:
 
     @property
     def weight_rise_bytes(self) -> int:
-        """The peak of the weight part above the bytes live at its beginning."""
+        """The peak of the weight pass above the bytes live at its beginning."""
         live, begin, end = self._trace.live, self._position(self.between), self._position(self.ends)
         return int(live[begin : end + 1].max() - live[begin])
 
@@ -158,7 +158,7 @@ class _PartsRun:
         starts = [self._position(watched[unit].recompute) for unit in order] + [self._position(self.between)]
         stays = self._stays(order)
         sizes = tuple(
-            PartBytes(
+            SplitUnitBytes(
                 **vars(size),
                 needed=needed,
                 needed_bytes=needed_bytes,
@@ -179,7 +179,7 @@ class _PartsRun:
         died = {storage: time for storage, time in whole.units.trace.died.items() if storage not in self.outputs}
         units = replace(whole.units, trace=replace(whole.units.trace, died=died))
         lifetimes = Lifetimes(units, sizes, whole.lifetimes.boundary)
-        simulator = PartsSimulator(units, sizes, tuple(order), lifetimes, self.tree)
+        simulator = InputPassSimulator(units, sizes, tuple(order), lifetimes, self.tree)
         for _ in simulator.forward():
             pass
         extra = {

@@ -1,4 +1,4 @@
-"""Two more kinds of backward: one with all regions recomputed ahead of the gradient, and one in two parts.
+"""Two more kinds of backward: one with all regions recomputed ahead of the gradient, and one in two passes.
 
 Ahead, the regions are recomputed before the gradient arrives, the last one first:
 
@@ -11,17 +11,17 @@ none bounds the peak for any number: a region that was reached sees in the backw
 a region that was not reached sees the same as if none were, and before the backward fewer bytes are live than with all
 recomputed.
 
-In two parts, for inputs and for weights:
+Split, as in zero-bubble pipelines, into an input and a weight pass:
 
-    input part      a unit's backward begins      all its saved tensors are there, recomputed or kept
+    input pass      a unit's backward begins      all its saved tensors are there, recomputed or kept
                     and ends                      recomputed tensors that no weight needs are freed; the rest stays
-    between both    kept tensors of units, inputs of regions, tensors that weights need, gradients for weights
-    weight part     all of these are freed, group by group
+    between them    kept tensors of units, inputs of regions, tensors that weights need, gradients for weights
+    weight pass     all of these are freed, group by group
 
-The saved tensors of kept units stay until the weight part, since torch retains the graph. So between both parts a stage
+The saved tensors of kept units stay until the weight pass, since torch retains the graph. So between the passes a stage
 can hold less with regions than without them.
 
-The gradients that wait for the weight part are the same under each tree, so a profile of such a backward counts them
+The gradients that wait for the weight pass are the same under each tree, so a profile of such a backward counts them
 among the bytes that are live whatever the plan is.
 """
 
@@ -77,14 +77,14 @@ def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartBytes(UnitBytes):
-    """Bytes that one unit needs if its backward has two parts.
+class SplitUnitBytes(UnitBytes):
+    """Bytes that one unit needs if its backward is split.
 
     Attributes:
         needed: The boundary storages in `saved` that weights need.
         needed_bytes: Bytes that weights need of its other saved tensors.
-        stays_peak_bytes: Peak of the input part of its backward if nothing is freed, over the live bytes before it.
-        is_left: Whether its graph is freed with the input part, since no weight is behind it.
+        stays_peak_bytes: Peak of the input pass of its backward if nothing is freed, over the live bytes before it.
+        is_left: Whether its graph is freed with the input pass, since no weight is behind it.
     """
 
     needed: frozenset[int]
@@ -93,8 +93,8 @@ class PartBytes(UnitBytes):
     is_left: bool
 
 
-class PartsSimulator(MemorySimulator):
-    """A simulation whose backward is an input part: at its end, tensors for the weight part are still held."""
+class InputPassSimulator(MemorySimulator):
+    """A simulation whose backward is an input pass: at its end, tensors for the weight pass are still held."""
 
     def drop(self, unit: int, *, again: bool) -> None:
         """Release recomputed tensors that no weight needs."""
@@ -116,8 +116,8 @@ class PartsSimulator(MemorySimulator):
                 if left.issuperset(range(region.first, region.last + 1)):
                     super().leave(region)
 
-    def _of(self, unit: int) -> PartBytes:
-        return cast("PartBytes", self.sizes[unit])
+    def _of(self, unit: int) -> SplitUnitBytes:
+        return cast("SplitUnitBytes", self.sizes[unit])
 
     def leave_inter_call(self, storage: int) -> None:
         """Release nothing: the graph stays."""
@@ -130,13 +130,13 @@ class PartsSimulator(MemorySimulator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartsPrediction:
-    """Bytes that a backward in two parts needs under a tree, relative to the start of the forward.
+class SplitPrediction:
+    """Bytes that a split backward needs under a tree, relative to the start of the forward.
 
     Attributes:
-        input_bytes: Peak of the input part.
-        between_bytes: Live bytes between both parts.
-        weight_bytes: Peak of the weight part.
+        input_bytes: Peak of the input pass.
+        between_bytes: Live bytes between the passes.
+        weight_bytes: Peak of the weight pass.
     """
 
     input_bytes: int = 0
@@ -144,11 +144,13 @@ class PartsPrediction:
     weight_bytes: int = 0
 
 
-def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
-    """Return the peak of an input part, and the live bytes after it.
+def input_pass(
+    profile: Profile, simulator: InputPassSimulator, *, kept_bytes: int, ahead: bool = False
+) -> tuple[int, int]:
+    """Return the peak of an input pass, and the live bytes after it.
 
     Args:
-        profile: Profile of a backward in two parts.
+        profile: Profile of a split backward.
         simulator: Simulator of a tree.
         kept_bytes: Live bytes at the end of the forward.
         ahead: Whether all regions are recomputed before it.
@@ -168,7 +170,7 @@ def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, 
                 case ProgramPoint.RECOMPUTE:
                     over = over_bytes(profile, state)
                 case ProgramPoint.BACKWARD if not simulator.around[unit]:
-                    over = cast("PartBytes", profile.sizes[unit]).stays_peak_bytes
+                    over = cast("SplitUnitBytes", profile.sizes[unit]).stays_peak_bytes
                 case _:
                     over = profile.after_bytes[state.key]
             highest = max(highest, live + over)
