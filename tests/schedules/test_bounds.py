@@ -185,20 +185,6 @@ def test_what_must_not_run_again_is_held():
     assert lower_bound(flow, pulls, 4) == 0.0
 
 
-def test_several_moments_know_more_than_one():
-    # What is made again for the first pull cannot be kept for the third: the second leaves no room for it.
-    flow = make_flow([((0,), (1,), 10), ((1,), (2,), 1)], [0, 4, 4])
-    pulls = [
-        Pull(reads=(2,), other_bytes=5),
-        Pull(reads=(1,), other_bytes=4),
-        Pull(reads=(), other_bytes=9),
-        Pull(reads=(1,), other_bytes=4),
-    ]
-
-    assert cheapest(flow, pulls, 9) == 20.0
-    assert lower_bound(flow, pulls, 9) == pytest.approx(20.0, abs=1e-2)
-
-
 def test_backward_that_reads_what_there_is_not():
     with pytest.raises(ScheduleError, match=r"reads the values \[7\], but the dataflow has 3"):
         lower_bound(chain_flow([1, 1], [1, 1]), [Pull(reads=(7,))], 4)

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -22,40 +21,33 @@ from torchremat.schedules.dataflow import Dataflow
 # NOTE [ A bound over all schedules ]
 #
 # Any schedule runs the first forward, then the pulls of backward in their order, and runs operators again meanwhile.
-# Choose moments: pulls k0 < k1 < .. of backward. For any schedule, at each moment k
+# Choose a pull. For any schedule, at the moment of the pull
 #
-#   held(k, v)    is 1 if the value v is live at the moment, else 0
-#   run(k, o)     is 1 if the operator o runs at least once from this moment until the next one, else 0
-#   after(k, o)   is 1 if it runs at least once from this moment until the end, else 0
+#   held(v)    is 1 if the value v is live, else 0
+#   run(o)     is 1 if the operator o runs at least once from this moment on, else 0
 #
 # and these hold:
 #
-#   1. sum of size(v) held(k, v) + other(k)  <=  limit         live bytes at the moment; other(k) are bytes that no
-#                                                               schedule can avoid: gradients under way
-#   2. held(k, v) = 1                                           for each value that the pull of the moment reads
-#   3. held(k, v) + run(k, maker of v)   >=  1                  for each value read until the next moment
-#      held(k, v) + after(k, maker of v) >=  1                  for each value read until the end
-#   4. run(k, o)   <=  held(k, u) + run(k, maker of u)          for each input u of o
-#      after(k, o) <=  held(k, u) + after(k, maker of u)
-#   5. held(k+1, v) <= held(k, v) + run(k, maker of v)
-#   6. after(k, o)  <= run(k, o) + run(k+1, o) + ..
+#   1. sum of size(v) held(v) + other  <=  limit      live bytes; other are bytes that no schedule can avoid: gradients
+#                                                     under way
+#   2. held(v) = 1                                    for each value that the pull reads
+#   3. held(v) + run(maker of v)  >=  1               for each value read from this moment on
+#   4. run(o)  <=  held(u) + run(maker of u)          for each input u of o
 #
-# The schedule costs at least the sum of cost(o) run(k, o). So the least such sum over all numbers between 0 and 1 is a
-# bound, and the least over integral `held` is a higher one. More moments and rows can only raise it. No row covers the
-# time before the first moment, nor the bytes of a recompute: leaving rows out can only lower it.
+# The schedule costs at least the sum of cost(o) run(o). So the least such sum over all numbers between 0 and 1 is a
+# bound, and the least over integral `held` is a higher one. More rows can only raise it. No row covers the time before
+# the moment, nor the bytes of a recompute: leaving rows out can only lower it. The highest bound of several moments
+# counts. Missing on purpose: one program for several moments, which knows what cannot be kept from one to the next. Of
+# some hundred certificates it has raised none.
 #
-# With a single moment, run(o) says whether o runs again at all from then on. Then regions cost at least the sum of
-# saved_cost(o) run(o), and begun_cost(o) for each o that runs again while the last relevant operator before it does
-# not: between the two a region begins, or the first of them was skipped. Several moments would count the saves of a
-# nested region once too often.
+# Regions cost at least the sum of saved_cost(o) run(o), and begun_cost(o) for each o that runs again while the last
+# relevant operator before it does not: between the two a region begins, or the first of them was skipped.
 #
 # Values without a maker, or without bytes, are free. Whether a value can be held in practice does not matter here: a
 # bound that allows more schedules is still a bound.
 
-# How many moments are tried alone, how many together, and with how many operators in all.
-_ALONE = 12
-_TOGETHER = 8
-_OPERATORS = 4000
+# How many moments are tried.
+_MOMENTS = 12
 # The solver's own tolerance is 1e-7 for each row.
 _TOLERANCE = 1e-6
 _SOLVED, _INFEASIBLE = 0, 2  # status codes of the solver
@@ -120,20 +112,16 @@ def lower_bound(
     def left_s() -> float:
         return most_seconds - (time.perf_counter() - start_s)
 
-    alone = [
-        (problem.bound([moment], whole=False, most_seconds=left_s()), moment)
-        for moment in problem.tightest(_ALONE)
+    found = [
+        (problem.bound(moment, whole=False, most_seconds=left_s()), moment)
+        for moment in problem.tightest(_MOMENTS)
         if left_s() > 0
     ]
-    alone.sort(reverse=True)
-    best = max((cost for cost, _ in alone), default=0.0)
-    several = min(_TOGETHER, _OPERATORS // max(1, len(flow.operators)))
-    together = sorted(moment for _, moment in alone[:several])
-    if len(together) > 1 and left_s() > 0 and math.isfinite(best):
-        best = max(best, problem.bound(together, whole=False, most_seconds=left_s() / 2))
-    for _, moment in alone:
+    found.sort(reverse=True)
+    best = max((cost for cost, _ in found), default=0.0)
+    for _, moment in found:
         if left_s() > 0 and math.isfinite(best):
-            best = max(best, problem.bound([moment], whole=True, most_seconds=left_s() / 2))
+            best = max(best, problem.bound(moment, whole=True, most_seconds=left_s() / 2))
     return best
 
 
@@ -168,15 +156,15 @@ class _Problem:
         chosen = sorted(peaks, key=lambda i: (-live[i], i))[: count - 1]
         return sorted({0, *chosen}) if live else []
 
-    def bound(self, moments: list[int], *, whole: bool, most_seconds: float) -> float:
-        """Return the bound of the program with some moments; 0 if it took too long.
+    def bound(self, moment: int, *, whole: bool, most_seconds: float) -> float:
+        """Return the bound of the program of a moment; 0 if it took too long.
 
         Args:
-            moments: In order.
+            moment: The number of its pull.
             whole: Whether each value is held or not, and not in part.
             most_seconds: When to stop.
         """
-        program = _LinearProgram(self, moments)
+        program = _LinearProgram(self, moment)
         if program.is_hopeless:
             return math.inf
         if not len(program.cost):
@@ -198,7 +186,7 @@ class _Problem:
 
 
 class _LinearProgram:
-    """The rows of NOTE [ A bound over all schedules ] for some moments.
+    """The rows of NOTE [ A bound over all schedules ] for a moment.
 
     Attributes:
         cost: Of each variable.
@@ -206,49 +194,32 @@ class _LinearProgram:
         highest: The upper bound of each.
         is_held: 1 for `held` variables, else 0.
         most: The upper bound of each row.
-        is_hopeless: Whether a moment's reads alone exceed the limit.
+        is_hopeless: Whether the moment's reads alone exceed the limit.
     """
 
-    def __init__(self, problem: _Problem, moments: list[int]) -> None:
+    def __init__(self, problem: _Problem, moment: int) -> None:
         self._problem = problem
         self._entries: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._count = 0
         self.most: list[float] = []
-        read = self._read(moments)
-        self._later = [set[int]().union(*read[k:]) for k in range(len(moments))]
-        relevant = [self._relevant(values) for values in self._later]
-        self._held = [self._variables(values) for values, _ in relevant]
-        self._run = [self._variables(operators) for _, operators in relevant]
-        alone = len(moments) == 1  # then `after` is `run`
-        self._after = self._run if alone else [self._variables(operators) for _, operators in relevant]
-        self._begun = self._variables(list(self._run[0])) if alone and problem.regions else {}
+        read = set[int]().union(*problem.reads[moment:])
+        values, operators = self._relevant(read)
+        self._held, self._run = self._variables(values), self._variables(operators)
+        self._begun = self._variables(operators) if problem.regions else {}
         self.cost = np.zeros(self._count)
         self.lowest = np.zeros(self._count)
         self.highest = np.ones(self._count)
         self.is_held = np.zeros(self._count)
         self.is_hopeless = False
-        for k, moment in enumerate(moments):
-            self._moment(k, moment)
-            self._closure(k, self._run[k], read[k])
-            if not alone:
-                self._closure(k, self._after[k], self._later[k])
-                self._sums(k)
-        if alone and problem.regions:
+        self._moment(moment)
+        self._closure(read)
+        if problem.regions:
             self._regions(problem.regions)
-        for before, after in pairwise(range(len(moments))):
-            for value, variable in self._held[after].items():
-                self._row(0.0, (variable, 1.0), *self._there(before, self._run[before], value))
 
     def rows(self) -> csr_matrix:
         """Return the rows."""
         numbers, variables, factors = self._entries
         return csr_matrix((factors, (numbers, variables)), shape=(len(self.most), self._count))
-
-    def _read(self, moments: list[int]) -> list[set[int]]:
-        """Return the values read from each moment until the next one, the reads of both included."""
-        ends = [*moments[1:], len(self._problem.pulls) - 1]
-        reads = self._problem.reads
-        return [set[int]().union(*reads[first : end + 1]) for first, end in zip(moments, ends, strict=True)]
 
     def _relevant(self, values: set[int]) -> tuple[list[int], list[int]]:
         """Return the values and operators that can matter for making some values available."""
@@ -278,46 +249,40 @@ class _LinearProgram:
             factors.append(factor)
         self.most.append(most)
 
-    def _there(self, k: int, runs: dict[int, int], value: int) -> tuple[tuple[int, float], tuple[int, float]]:
+    def _there(self, value: int) -> tuple[tuple[int, float], tuple[int, float]]:
         """Return the negated entries for the ways to make a value available."""
-        return (self._held[k][value], -1.0), (runs[self._problem.maker[value]], -1.0)
+        return (self._held[value], -1.0), (self._run[self._problem.maker[value]], -1.0)
 
-    def _moment(self, k: int, moment: int) -> None:
+    def _moment(self, moment: int) -> None:
         """Rows 1 and 2, and the costs."""
-        problem, held = self._problem, self._held[k]
+        problem, held = self._problem, self._held
         free_bytes = problem.limit_bytes - problem.pulls[moment].other_bytes
         forced = problem.reads[moment]
-        self.is_hopeless |= free_bytes < sum(problem.size[value] for value in forced)
+        self.is_hopeless = free_bytes < sum(problem.size[value] for value in forced)
         self.lowest[[held[value] for value in forced]] = 1.0
         self.is_held[list(held.values())] = 1
         unit = max(1, abs(free_bytes))
         self._row(free_bytes / unit, *((one, problem.size[value] / unit) for value, one in held.items()))
-        for operator, variable in self._run[k].items():
+        for operator, variable in self._run.items():
             cost = problem.flow.operators[operator].cost
             if math.isfinite(cost):
                 self.cost[variable] = cost / problem.unit
             else:
                 self.highest[variable] = 0.0
 
-    def _closure(self, k: int, runs: dict[int, int], read: set[int]) -> None:
+    def _closure(self, read: set[int]) -> None:
         """Rows 3 and 4."""
         for value in read:
-            self._row(-1.0, *self._there(k, runs, value))
-        for operator, variable in runs.items():
+            self._row(-1.0, *self._there(value))
+        for operator, variable in self._run.items():
             for value in self._problem.inputs[operator]:
-                self._row(0.0, (variable, 1.0), *self._there(k, runs, value))
-
-    def _sums(self, k: int) -> None:
-        """Row 6."""
-        for operator, variable in self._after[k].items():
-            runs = [run[operator] for run in self._run[k:] if operator in run]
-            self._row(0.0, (variable, 1.0), *((one, -1.0) for one in runs))
+                self._row(0.0, (variable, 1.0), *self._there(value))
 
     def _regions(self, regions: Regions) -> None:
         """The overhead of regions."""
         before: tuple[tuple[int, float], ...] = ()
         for operator, begun in self._begun.items():
-            runs = self._run[0][operator]
+            runs = self._run[operator]
             self.cost[runs] += regions.saved_cost[operator] / self._problem.unit
             self.cost[begun] = regions.begun_cost[operator] / self._problem.unit
             self._row(0.0, (runs, 1.0), (begun, -1.0), *before)
