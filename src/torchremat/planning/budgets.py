@@ -164,11 +164,7 @@ def margin_of(margin: int | str) -> int:
 def optimizer_alone(size: int, budget: int | str, *, peak_bytes: int, reserved_bytes: int) -> str:
     """Return the message for a budget below the peak of `optimizer.step()`, which no plan lowers.
 
-    Args:
-        size: The budget in bytes.
-        budget: The budget as it was given.
-        peak_bytes: The peak of the optimizer's step.
-        reserved_bytes: Bytes of the budget that have to stay free.
+    `size` is the budget in bytes, `budget` as it was given; `reserved_bytes` of it have to stay free.
     """
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     return (

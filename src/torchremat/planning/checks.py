@@ -60,10 +60,7 @@ class CountedBytes:
 class Checks:
     """The checks on a model under a plan, and on copies of it; they keep neither alive.
 
-    Args:
-        counted: The bytes that the plan has counted.
-        model: The model; None if it was loaded from a file together with its plan.
-        device: The device of its parameters.
+    `model` is None if it was loaded from a file together with its plan.
     """
 
     def __init__(self, counted: CountedBytes, device: torch.device, model: nn.Module | None = None) -> None:

@@ -124,13 +124,8 @@ def plan_of(
 ) -> Plan:
     """Return a candidate as a plan.
 
-    Args:
-        profiled: The step that it was found for.
-        found: The candidate.
-        size: The budget in bytes.
-        budget: The budget as it was given.
-        margin_bytes: Bytes of the budget that have to stay free.
-        beside: The step in other ways of stepping, which may have a lower peak.
+    `size` is the budget in bytes, `budget` as it was given. `beside` is the step in other ways of stepping, which
+    may have a lower peak.
     """
     search = profiled.solver
     search.search_budget.tell("certificate", None)
@@ -227,11 +222,7 @@ def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str
 def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes: int) -> str:
     """Return the message for a budget that no plan fits.
 
-    Args:
-        profiled: The step.
-        size: The budget in bytes.
-        budget: The budget as it was given.
-        reserved_bytes: Bytes of the budget that have to stay free.
+    `size` is the budget in bytes, `budget` as it was given; `reserved_bytes` of it have to stay free.
     """
     floor, floor_bytes = profiled.solver.floor, profiled.lowest_bytes + reserved_bytes
     shares = shares_that_work(

@@ -88,12 +88,8 @@ def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
 def explained(subject: Subject, model: nn.Module, plain: Outcome, differences: dict[str, float]) -> StepComparison:
     """Run more steps to find whether the regions cause differences, or kernels that are not deterministic.
 
-    Args:
-        subject: The step.
-        model: The model, with its regions.
-        plain: The results of a step without them.
-        differences: The differences from these of the step with the regions; may be none, where another process that
-            trains the model found some.
+    `plain` are the results of a step without regions, `differences` those of the step with them from these: maybe
+    none, where another process that trains the model found some.
     """
     noise = _noise(subject, model, plain)
     if not noise:

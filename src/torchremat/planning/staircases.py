@@ -50,9 +50,7 @@ def knee_of(peak_bytes: Sequence[int], slowdowns: Sequence[float]) -> int | None
 
     Source: V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011, for points and not a curve.
 
-    Args:
-        peak_bytes: Peaks of the points, from the highest to the lowest.
-        slowdowns: Slowdowns of the points, from the lowest to the highest.
+    The points are in order, from the highest peak to the lowest.
     """
     saved, cost = peak_bytes[0] - peak_bytes[-1], slowdowns[-1] - slowdowns[0]
     if saved <= 0 or cost <= 0:
@@ -67,11 +65,6 @@ def knee_of(peak_bytes: Sequence[int], slowdowns: Sequence[float]) -> int | None
 
 def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") -> None:
     """Draw staircases into one image file, with floor and knee of a single one; the extension selects the format.
-
-    Args:
-        staircases: At least one.
-        path: Path of the file.
-        title: Title of the picture.
 
     Raises:
         UnsupportedError: matplotlib is not installed, or does not support the extension.

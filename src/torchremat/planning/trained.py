@@ -26,12 +26,7 @@ T = TypeVar("T")
 
 
 class Trained:
-    """A model in training. It keeps nothing alive.
-
-    Args:
-        model: The model that a plan was put on; None if unknown.
-        device: The device whose bytes count.
-    """
+    """A model in training. It keeps nothing alive."""
 
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:
         self._model = None if model is None else ref(model)

@@ -159,10 +159,7 @@ class _Problem:
     def bound(self, moment: int, *, whole: bool, most_seconds: float) -> float:
         """Return the bound of the program of a moment; 0 if it took too long.
 
-        Args:
-            moment: The number of its pull.
-            whole: Whether each value is held or not, and not in part.
-            most_seconds: When to stop.
+        With `whole`, each value is held or not, and not in part.
         """
         program = _LinearProgram(self, moment)
         if program.is_hopeless:

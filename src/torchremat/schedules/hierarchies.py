@@ -133,10 +133,7 @@ class _Level:
 class Hierarchy:
     """Places for carries in slots and stores, with the least cost.
 
-    Args:
-        steps: The length of the loop.
-        slots: How many carries are in memory at a time.
-        stores: The stores, the fastest first.
+    The fastest store comes first.
     """
 
     def __init__(self, steps: int, slots: int, stores: tuple[StoreCost, ...]) -> None:

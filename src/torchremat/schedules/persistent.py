@@ -179,11 +179,6 @@ def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) ->
     """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if none exists.
 
     The same tables with all sizes rounded down, and the limit up.
-
-    Args:
-        chain: What to schedule.
-        limit_bytes: At least 0.
-        slot_bytes: As for `Persistent`.
     """
     useful_bytes = _useful_bytes(chain, limit_bytes)
     slot = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes

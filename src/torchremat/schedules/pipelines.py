@@ -91,10 +91,6 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
     [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
 
     Source: C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, section 3.2.
-
-    Args:
-        microbatches: At least 1.
-        stages: At least 1.
     """
     if microbatches < 1 or stages < 1:
         raise ScheduleError(f"{microbatches} microbatches through {stages} stages: expected at least 1 of both")

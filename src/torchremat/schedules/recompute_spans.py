@@ -40,9 +40,7 @@ class SpanChoice:
 class RecomputeSpans:
     """The choices of a joint list.
 
-    Args:
-        joint: The list.
-        ways: Sets of saved values, each sufficient for the backward; a choice takes its part of one.
+    Each of the `ways` is a set of saved values that suffices for the backward; a choice takes its part of one.
 
     Attributes:
         cuts: Numbers of operators; a stretch is from one to before another.

@@ -55,24 +55,14 @@ class Read:
 
 
 def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Write]) -> float:
-    """Return how long a forward waits for its writes, in seconds.
-
-    Args:
-        forward_s: Seconds of each position.
-        writes: In the order of their requests; within one position in the order of the queue.
-    """
+    """Return how long a forward waits for its writes, in seconds; they are in the order of the queue."""
     # The end of a position is the start of the next one.
     moved = [Read(begun=one.made + 1, due=one.due + 1, seconds=one.seconds) for one in writes]
     return reading_wait_s([*forward_s, 0.0], moved)
 
 
 def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
-    """Return how long a backward waits for its reads, in seconds.
-
-    Args:
-        backward_s: Seconds of each position.
-        reads: In the order of their requests; within one position in the order of the queue.
-    """
+    """Return how long a backward waits for its reads, in seconds; they are in the order of the queue."""
     asked, due = _by(reads, lambda one: one.begun), _by(reads, lambda one: one.due)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0
     done_s: dict[int, float] = {}
@@ -89,9 +79,7 @@ def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
 def earliest_dues(forward_s: Sequence[float], writes: Sequence[tuple[int, float]]) -> list[int]:
     """Return for each write the first position at whose end it is done without a wait; the last position if none is.
 
-    Args:
-        forward_s: Seconds of each position.
-        writes: The position at whose end each is requested, and its seconds, in the order of the queue.
+    The writes are in the order of the queue: the position at whose end each is requested, and its seconds.
     """
     ends = list(accumulate(forward_s))
     free_s, dues = 0.0, list[int]()
@@ -106,9 +94,7 @@ def latest_begins(backward_s: Sequence[float], reads: Sequence[tuple[int, float]
 
     Where the backward is too short for all of them, the first ones are requested at its start.
 
-    Args:
-        backward_s: Seconds of each position.
-        reads: The position at whose start each must be done, and its seconds, in the order of these positions.
+    The reads are in the order of the queue: the position at whose start each must be done, and its seconds.
     """
     starts = [0.0, *accumulate(backward_s)]
     begins = [0] * len(reads)

@@ -33,10 +33,6 @@ Times: TypeAlias = NDArray[np.float64]
 class UnevenSlots:
     """Slots for carries alone, in a loop whose steps take different times.
 
-    Args:
-        units: The number of slots.
-        costs: The times of the steps, in any unit.
-
     Attributes:
         stride: How many steps are one part.
         time: That of all steps that run again, in that unit.

@@ -43,9 +43,7 @@ class Chosen:
 class Choices:
     """The choices for a device.
 
-    Args:
-        shares: By stage; the first of each keeps everything.
-        loads: The loads of the device.
+    Of each stage, the first tree keeps everything.
     """
 
     def __init__(self, shares: Mapping[int, Sequence[Share]], loads: Sequence[DeviceLoad]) -> None:

@@ -47,11 +47,7 @@ def loss_bytes(
 ) -> LossBytes:
     """Return the bytes that a step needs in addition to a pipe.
 
-    Args:
-        module: The pipe.
-        device: Of its outputs.
-        step: Called with a stand-in for the pipe, returns the loss.
-        outputs: Of its microbatches.
+    `step` is called with a stand-in for the pipe, which returns the given outputs of its microbatches.
     """
     stand_in = _StandIn(outputs)
     with untouched(module), record_allocations(device) as recorder:
@@ -136,11 +132,6 @@ def optimizer_bytes(
     modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
 ) -> OptimizerBytes:
     """Return the bytes of an optimizer on a device; existing state counts like future state.
-
-    Args:
-        modules: The stages of this process.
-        optimizer: Steps on their parameters, on this device and on others.
-        device: Whose bytes count.
 
     Raises:
         StepError: It is not an optimizer, or has none of their parameters.

@@ -181,10 +181,6 @@ PipeStep = Callable[[Pipe], object]
 def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     """Return the devices of a pipe.
 
-    Args:
-        pipe: Without plans.
-        step: Called with the pipe, runs it on a batch and returns the loss.
-
     Raises:
         StepError: The step returns no loss, or does not call the pipe once.
     """

@@ -55,9 +55,7 @@ class SplitBackward:
     def predict(self, candidate: Candidate, ahead: bool = False) -> SplitPrediction:
         """Return the bytes of both passes under a tree.
 
-        Args:
-            candidate: The tree.
-            ahead: Whether microbatches may be recomputed before their gradient comes.
+        With `ahead`, microbatches may be recomputed before their gradient comes.
         """
         (own,), kept_bytes = self._mixtures.like(candidate.profile.units), candidate.prediction.kept_bytes
 

@@ -48,14 +48,7 @@ class _BackwardPlace:
 
 
 class Sums:
-    """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of granularities.
-
-    Args:
-        module: The stage.
-        step: Runs a microbatch.
-        pair: Its profile, with options.
-        microbatches: How many one backward runs, at least 2.
-    """
+    """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of it."""
 
     def __init__(self, module: nn.Module, step: Step, pair: ProfilePair, microbatches: int) -> None:
         subject = subject_of(step, module, None, needs_model=True)

@@ -133,15 +133,7 @@ def claim_of(
 ) -> Claim:
     """Return the function that computes the certificate of a tree, which takes about a second; it can be pickled.
 
-    Args:
-        profile: The profile of the step.
-        tree: The tree.
-        prediction: Its prediction.
-        unit: The unit of the costs.
-        step: The plain step.
-        limit_bytes: The budget minus the bytes live before a step.
-        stores: Whether tensors wait in stores.
-        stepping: How the optimizer steps, in the plan and in all schedules that the bounds are of.
+    `limit_bytes` is the budget minus the bytes live before a step.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops

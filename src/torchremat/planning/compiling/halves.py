@@ -46,10 +46,7 @@ class Halves:
 class Halver:
     """Makes the two graphs of any split of one joint graph.
 
-    Args:
-        joint: The joint graph, cleaned up.
-        reading: The joint graph, read as data.
-        num_fwd_outputs: How many of its outputs are the forward's.
+    `joint` is cleaned up, and `reading` is the same as data.
     """
 
     def __init__(self, joint: GraphModule, reading: JointReading, num_fwd_outputs: int) -> None:
@@ -105,11 +102,7 @@ _NEAR = 0.03
 def aimed(saver: Saver, limit_bytes: int, plain: Halves, make: Callable[[Split], Halves]) -> Halves:
     """Return the split found of least cost whose programs fit; if none fits, the lowest.
 
-    Args:
-        saver: Finds splits.
-        limit_bytes: Limit on the peak of the programs.
-        plain: The split in which no operator runs twice; it is known not to fit.
-        make: Makes the two graphs of a split, and has a compiler write their programs.
+    `plain`, the split in which no operator runs twice, is known not to fit.
     """
     made = {plain.split.saved: plain}
 

@@ -97,11 +97,7 @@ def tried(model: nn.Module, subject: Subject, units: Units, part: Sequence[int])
 
     Where saved tensors cannot be compared, only errors and different shapes are found.
 
-    Args:
-        model: The model.
-        subject: The step.
-        units: Its units.
-        part: The units to try now; nothing is held of the others.
+    Only the units in `part` are tried now, and nothing is held of the others.
     """
     kinds: tuple[Check, Check] = ("values", "metadata")
     for check in kinds:

@@ -47,13 +47,7 @@ def amount(profile: Profile, cost: Cost, work: RunCost | OptionBytes | Predictio
 
 
 def chain_of(profile: Profile, cost: Cost, loops: Sequence[FoundLoop] = ()) -> Chain:
-    """Return the chain of a profile; its bytes are relative to the start of the step.
-
-    Args:
-        profile: The profile.
-        cost: The unit of the chain's costs.
-        loops: The loops whose steps are stages, in order.
-    """
+    """Return the chain of a profile; its bytes are relative to the start of the step."""
     seen: set[int] = set()
     last = len(profile.units.units) - 1
     units = [_stage(profile, unit, cost, seen) for unit in range(last + 1)]

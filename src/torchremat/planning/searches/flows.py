@@ -30,9 +30,7 @@ def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
 
     Values are numbered as in `profile.units.trace.operators`, if the dataflow is that of the whole forward.
 
-    Args:
-        profile: Profile of the step.
-        unit: The unit whose operators to return; None for the whole forward, including code between the units.
+    Without a unit it is the whole forward, including code between the units.
     """
     log = profile.units.trace.operators
     operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)

@@ -46,12 +46,7 @@ def divisible(pair: ProfilePair) -> frozenset[int]:
 
 
 def units_of(pair: ProfilePair, split: frozenset[int]) -> Units | None:
-    """Return the units that result if some calls are split; None if the profiles have not seen all of them.
-
-    Args:
-        pair: The profiles.
-        split: Calls among `divisible(pair)`.
-    """
+    """Return the units that result if some calls are split; None if the profiles have not seen all of them."""
     seen = {unit.calls for profile in (pair.blocks, pair.leaves) if profile for unit in profile.units.units}
     units = _units(pair.blocks, split)
     return units if all(unit.calls in seen for unit in units.units) else None

@@ -34,10 +34,7 @@ Selections: TypeAlias = tuple[tuple[OperatorSelection, ...], ...]
 def options_of(profile: Profile, cost: Cost, search_budget: SearchBudget | None = None) -> Options:
     """Return the options of each unit of a profile; empty if no unit has any.
 
-    Args:
-        profile: Profile of the step.
-        cost: The cost that the options should minimise.
-        search_budget: The time limit; units after that have no options, unless they are alike earlier ones.
+    Units that come after the time limit have no options, unless they are alike earlier ones.
     """
     found = _found(profile, cost, SearchBudget() if search_budget is None else search_budget)
     return tuple(tuple(option for _, option in own) for own in found)
@@ -64,12 +61,7 @@ def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost
 
 
 def options_like(options: Options, profile: Profile) -> Options:
-    """Return the options with the operators or the cuts of given ones, in a profile of the same step.
-
-    Args:
-        options: Options of another profile, by unit.
-        profile: The profile to read the bytes from.
-    """
+    """Return the options with the operators or the cuts of given ones, in a profile of the same step."""
     units = unit_operators(profile, "flops") if options else []
     return tuple(
         tuple(cut_at(own, option.cuts) if option.cuts else own.like(option) for option in found)

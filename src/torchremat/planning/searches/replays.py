@@ -205,12 +205,7 @@ def partial_backward(
 ) -> PartialBackward:
     """Return the peaks of a backward in whose middle the unit recomputes what a selection does not hold.
 
-    Args:
-        backward: The watched backward.
-        saves: The values of `flow` that autograd saves, in the order of the saves; None if unknown.
-        flow: The operators of the unit.
-        selection: Which of them are held.
-        replay: The selection with bytes.
+    `saves` are the values of `flow` that autograd saves, in the order of the saves; None if unknown.
     """
     whole = backward.live_bytes()
     if not selection.ends:

@@ -42,12 +42,6 @@ class Search:
     units that are split in the step with the lowest peak, see `grain`, whatever the number of units. The modules around
     units are planned as they are, for tensors that can be kept in parts of them. Where the steps of loops have several
     units, one more search is over whole steps.
-
-    Args:
-        pair: The profile.
-        options: What to minimise, and whether units may be kept in part.
-        store_profiles: Stores, with the payload of each unit.
-        search_budget: The time limit.
     """
 
     def __init__(

@@ -38,12 +38,7 @@ LEAST_GAIN = 0.02
 
 
 class Storing:
-    """Finds the units to store, for one profile.
-
-    Args:
-        solver: The solver for trees without stores.
-        store_profiles: The stores, and the payloads that they take.
-    """
+    """Finds the units to store, for one profile."""
 
     def __init__(self, solver: Solver, store_profiles: Sequence[StoreProfile]) -> None:
         self.solver = solver

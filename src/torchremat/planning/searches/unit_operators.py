@@ -30,16 +30,7 @@ _MOST_OPERATORS = 3000
 
 
 class UnitOperators:
-    """The operators of one unit.
-
-    Args:
-        profile: The profile of the step.
-        cost: The quantity to minimise.
-        unit: The unit.
-        allocations: The allocator's events in the traced forward.
-        pooled_s: The seconds of each operator of the forward.
-        has_options: Whether a part of the unit may be kept.
-    """
+    """The operators of one unit."""
 
     def __init__(
         self,

@@ -54,12 +54,7 @@ class ChosenTree:
 
 
 class Chooser:
-    """Chooses trees for the shapes of a family.
-
-    Args:
-        family: The family.
-        options: What to minimise, and whether units may be kept in part.
-    """
+    """Chooses trees for the shapes of a family."""
 
     def __init__(self, family: Family, options: PlanOptions) -> None:
         self.family = family
@@ -72,9 +67,7 @@ class Chooser:
     def choose(self, cover: Cover, limit_bytes: int) -> ChosenTree:
         """Return the cheapest tree found whose peak at a shape is at most the limit, or else the lowest one.
 
-        Args:
-            cover: The shape.
-            limit_bytes: Limit over the bytes at the start of the step; the error bound of the prediction is left free.
+        The limit is over the bytes at the start of the step; the error bound of the prediction is left free.
         """
         found = self._whole(cover, limit_bytes)
         if not self.options.operators or (found.fits and found.candidate.recomputes_once):

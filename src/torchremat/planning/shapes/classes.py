@@ -124,13 +124,7 @@ class _Kind:
 
 
 class Classes:
-    """The classes of the shapes seen so far, under one limit.
-
-    Args:
-        limit_bytes: Limit for the peak of a step, absolute.
-        most: Number of classes to keep.
-        options: What to minimise, and whether units may be kept in part.
-    """
+    """The classes of the shapes seen so far, under one limit."""
 
     def __init__(self, limit_bytes: int, most: int, options: PlanOptions) -> None:
         self.limit_bytes = limit_bytes

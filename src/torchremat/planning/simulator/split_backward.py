@@ -53,13 +53,7 @@ def recomputed_ahead(simulator: MemorySimulator) -> Iterator[Live | RanForward]:
 
 
 def after_lookahead(profile: Profile, simulator: MemorySimulator, *, kept_bytes: int) -> tuple[int, int]:
-    """Return the peaks of the recompute ahead and of the rest of the step, over the live bytes before the forward.
-
-    Args:
-        profile: Profile of a step.
-        simulator: Simulator of a tree.
-        kept_bytes: Live bytes at the end of the forward.
-    """
+    """Return the peaks of the recompute ahead and of the rest of the step, over the live bytes before the forward."""
     for _ in simulator.forward():
         pass
     others = kept_bytes - simulator.live.total()
@@ -147,14 +141,7 @@ class SplitPrediction:
 def input_pass(
     profile: Profile, simulator: InputPassSimulator, *, kept_bytes: int, ahead: bool = False
 ) -> tuple[int, int]:
-    """Return the peak of an input pass, and the live bytes after it.
-
-    Args:
-        profile: Profile of a split backward.
-        simulator: Simulator of a tree.
-        kept_bytes: Live bytes at the end of the forward.
-        ahead: Whether all regions are recomputed before it.
-    """
+    """Return the peak of an input pass, and the live bytes after it."""
     for _ in simulator.forward():
         pass
     others = kept_bytes - simulator.live.total()
