@@ -16,60 +16,46 @@ Deliberately missing: several queues for one store. A disk with two threads is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """A copy into the store.
+class Copy:
+    """A copy into the store or back. Positions are of the forward for a write, and of the backward for a read.
 
     Attributes:
-        made: The forward position at whose end it is requested.
-        due: The forward position at whose end it must be done, not before `made`.
+        asked: The position at whose end a write is requested, or at whose start a read is.
+        due: The position where it must be done, likewise, not before `asked`.
         seconds: How long it takes.
     """
 
-    made: int
+    asked: int
     due: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """A copy back.
-
-    Attributes:
-        begun: The backward position at whose start it is requested.
-        due: The backward position at whose start it must be done, not before `begun`.
-        seconds: How long it takes.
-    """
-
-    begun: int
-    due: int
-    seconds: float
-
-
-def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Write]) -> float:
+def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Copy]) -> float:
     """Return how long a forward waits for its writes, in seconds; they are in the order of the queue."""
     # The end of a position is the start of the next one.
-    moved = [Read(begun=one.made + 1, due=one.due + 1, seconds=one.seconds) for one in writes]
+    moved = [replace(one, asked=one.asked + 1, due=one.due + 1) for one in writes]
     return reading_wait_s([*forward_s, 0.0], moved)
 
 
-def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
+def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Copy]) -> float:
     """Return how long a backward waits for its reads, in seconds; they are in the order of the queue."""
-    asked, due = _by(reads, lambda one: one.begun), _by(reads, lambda one: one.due)
+    asked, due = defaultdict[int, list[Copy]](list), defaultdict[int, list[Copy]](list)
+    for read in reads:
+        asked[read.asked].append(read)
+        due[read.due].append(read)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0
     done_s: dict[int, float] = {}
     for position, seconds in enumerate(backward_s):
-        for read in asked.get(position, ()):
+        for read in asked[position]:
             free_s = done_s[id(read)] = max(free_s, now_s) + read.seconds
-        for read in due.get(position, ()):
+        for read in due[position]:
             late_s = max(0.0, done_s[id(read)] - now_s)
             now_s, waited_s = now_s + late_s, waited_s + late_s
         now_s += seconds
@@ -104,10 +90,3 @@ def latest_begins(backward_s: Sequence[float], reads: Sequence[tuple[int, float]
         before_s = min(before_s, starts[due]) - seconds
         begins[place] = max((one for one in range(due + 1) if starts[one] <= before_s), default=0)
     return begins
-
-
-def _by(moves: Iterable[T], position: Callable[[T], int]) -> dict[int, list[T]]:
-    found: dict[int, list[T]] = {}
-    for move in moves:
-        found.setdefault(position(move), []).append(move)
-    return found
