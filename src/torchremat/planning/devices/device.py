@@ -57,8 +57,6 @@ class Device:
         overheads: Overhead of torchremat itself in seconds: for a region, for each tensor that is saved in one, and for
             each operator of a region that is kept in part.
         kernels: Measured kernels by signature.
-        host_bandwidth: Bytes per second between it and the host's memory, in one direction. Informational: no plan
-            depends on it, since stores are planned, and measured, on their own machine.
 
     Raises:
         DeviceError: One of these is not valid; all invalid ones are named.
@@ -74,7 +72,6 @@ class Device:
     block_bytes: int = 512
     overheads: Overheads = NOMINAL
     kernels: Mapping[str, MeasuredKernel] = field(default_factory=dict[str, MeasuredKernel], repr=False)
-    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -87,8 +84,6 @@ class Device:
             for name in _INTEGERS
             if isinstance(getattr(self, name), float)
         ]
-        if self.host_bandwidth is not None and not _is_positive(self.host_bandwidth):
-            problems.append(f"host_bandwidth is {self.host_bandwidth!r}, expected a number above 0, or None")
         if self.type not in ("cpu", "cuda"):
             problems.append(f"type is {self.type!r}, expected 'cpu' or 'cuda'")
         rates = list(self.flops.values()) if isinstance(self.flops, Mapping) else []  # pyright: ignore[reportUnnecessaryIsInstance]  user input
@@ -109,8 +104,7 @@ class Device:
         Raises:
             OSError: The file cannot be written.
         """
-        content: dict[str, object] = {"format": _FORMAT, "version": _VERSION}
-        content |= {one.name: found for one in fields(self) if (found := getattr(self, one.name)) is not None}
+        content: dict[str, object] = {"format": _FORMAT, "version": _VERSION, **vars(self)}
         content["flops"] = dict(self.flops)
         content["overheads"] = asdict(self.overheads)
         content["kernels"] = {
@@ -140,11 +134,12 @@ class Device:
                 f"{path}: format {found.get('format')!r} version {found.get('version')!r}; this torchremat reads "
                 f"{_FORMAT!r} version {_VERSION}."
             )
-        return _read({key: value for key, value in found.items() if key not in ("format", "version")}, str(path))
+        return _read({key: value for key, value in found.items() if key not in _NOT_FIELDS}, str(path))
 
 
 _REQUIRED = ("name", "type", "memory_bytes", "flops", "bandwidth", "latency_s")
-_OPTIONAL = ("efficiency", "block_bytes", "overheads", "kernels", "host_bandwidth")
+_OPTIONAL = ("efficiency", "block_bytes", "overheads", "kernels")
+_NOT_FIELDS = ("format", "version", "host_bandwidth")  # the last is in older files, and no plan depends on it
 _NUMBERS = ("memory_bytes", "bandwidth", "latency_s", "efficiency", "block_bytes")
 _INTEGERS = ("memory_bytes", "block_bytes")
 
