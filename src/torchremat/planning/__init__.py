@@ -3,7 +3,7 @@
 profiles/   the behaviour and the bytes of a step, measured in one run of it
 exactness/  whether the recompute of each unit repeats its forward
 peers/      the processes that train one model together
-devices/    the same for an absent device, without running the step
+devices/    the machine to plan for: this one, or one that is only described, for which the step does not run
 simulator/  the exact interpreter: the live bytes at every program point under a tree of regions
 searches/   the search for trees, operators and stores
 bounds/     bounds on the distance from the best tree found to the best possible

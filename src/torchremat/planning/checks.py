@@ -1,4 +1,4 @@
-"""The checks while a model trains under a plan: whether its step is the planned one, and needs the planned bytes.
+"""Checks a training under a plan: whether its step is the planned one, and stays within the planned bytes.
 
     DistributedDataParallel put around it      at the first forward, by the buckets
     an optimizer that was not planned          when one has stepped, by its state

@@ -1,4 +1,4 @@
-"""The reports of planners: plans, with units, held operators, inputs and the predicted step; and that nothing fits."""
+"""Makes a plan of the tree that a search has found, or the message that no plan fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as JSON: a versioned schema, readable, diffable, and loaded without executing anything.
+"""Writes plans as JSON and reads them: a versioned schema, readable, diffable, and loaded without executing anything.
 
 Trees are written as nested lists: a number is a kept unit, a list a region. Everything else is written field by field.
 """

@@ -1,4 +1,4 @@
-"""A tree of regions over units, put on a model and taken off again."""
+"""Puts a tree of regions on a model, and takes it off again."""
 
 from __future__ import annotations
 

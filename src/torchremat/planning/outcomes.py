@@ -1,4 +1,4 @@
-"""The results of a step with the regions of a model and of one without them, compared bit for bit.
+"""Compares the results of a step with the regions of a model and of one without them, bit for bit.
 
 Where two plain steps differ, as with kernels that add atomically, a comparison says nothing. The steps run once more
 then, with kernels that torch calls deterministic; where some have no such kernel, the difference of plain steps is the

@@ -1,4 +1,4 @@
-"""Trees adapted to the roots of a step: calls that look the same are treated alike."""
+"""Adapts trees to the roots of a step, the modules that it calls itself: calls that look the same are treated alike."""
 
 from __future__ import annotations
 

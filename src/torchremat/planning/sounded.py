@@ -1,4 +1,4 @@
-"""Training steps that are measured while the user's loop runs them: forward and backward, and the optimizer.
+"""Measures training steps while the user's loop runs them: forward and backward, and the optimizer.
 
 On the CPU only the profiler sees the allocator's events, and it takes time. So steps are sounded occasionally: the
 second, and others at doubling distances, as long as this is a small share of the elapsed time.

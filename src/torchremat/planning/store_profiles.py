@@ -1,4 +1,4 @@
-"""The offload size of each unit for a store, by putting real saved tensors into it.
+"""Measures what each unit gives to a store, by putting real saved tensors into it.
 
 One forward runs in which every unit is stored, in measuring stores: they put each tensor into the real store, bring it
 back at once under the allocator's events, and drop it. Units of one signature with the same payload are measured once.

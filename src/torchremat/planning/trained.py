@@ -1,4 +1,4 @@
-"""A model in training: the optimizers that step on its parameters, detected automatically, and its bytes.
+"""Follows a model in training: which optimizers step on it, found as they step, and its bytes.
 
 torch runs hooks around each step of an optimizer. One of ours, installed only until the optimizers are known, records
 the optimizers that step on the model's parameters. A wrapper (accelerate's, Lightning's) makes its inner optimizer

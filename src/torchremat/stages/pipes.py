@@ -1,4 +1,4 @@
-"""The sites of a `Pipe`: its devices, each with its stages.
+"""What each device of a `Pipe` runs and holds, with one microbatch of each of its stages to profile.
 
 A step runs once with every cell as a region, so it keeps only the inputs of the cells. Then the loss runs once more by
 itself, from outputs that no stage has computed.

@@ -1,4 +1,4 @@
-"""The site of a process that runs stages of a schedule of torch.distributed.pipelining.
+"""What a process runs and holds in a schedule of torch.distributed.pipelining, with one microbatch of each stage.
 
 A step runs once with every stage as a region, in all processes, so that each microbatch holds no more than its input.
 

@@ -1,4 +1,4 @@
-"""A profile as a chain that needs no more than it does: for lower bounds, whereas `chains` is for finding plans.
+"""Makes a chain of a profile that needs no more than the profile does: for lower bounds, as `chains` is for plans.
 
     what                                        chains              here
     a storage that several units hold           counts for each     for the first that could hold it

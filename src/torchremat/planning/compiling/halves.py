@@ -1,4 +1,4 @@
-"""The two graphs of a split, their peak, and a split that fits.
+"""Makes the two graphs of a split, counts their peak, and searches for a split that fits.
 
 A limit applies to the compiler's programs of the two graphs, not to their operators. `Saver` knows operators. It knows
 only the plainest kernels, and no copies to other layouts, so its peak is off, either way. The programs of a split give

@@ -1,4 +1,4 @@
-"""The programs that Inductor writes for a forward and its backward, line by line.
+"""Reads the programs that Inductor writes for a forward and its backward, line by line.
 
 Fused values are never in memory, values fused across a graph have longer live ranges than the graph shows, and copies
 to other layouts are in no graph at all. All of that is decided once Inductor has written its programs, and can be read

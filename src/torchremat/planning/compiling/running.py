@@ -1,4 +1,4 @@
-"""Live bytes while a forward and its backward run as Inductor has written them."""
+"""Counts the live bytes while a forward and its backward run as Inductor has written them."""
 
 from __future__ import annotations
 

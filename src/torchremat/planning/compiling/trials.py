@@ -1,4 +1,4 @@
-"""Calls of operators, each run by itself on zeros while the allocator is recorded.
+"""Runs operators by themselves, on zeros, to record what each of them allocates.
 
 A call runs twice, since libraries initialize themselves in the first run; the second counts. Only operators of torch
 run: custom operators may have unknown side effects.

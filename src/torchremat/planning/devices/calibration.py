@@ -1,4 +1,4 @@
-"""This machine as a `Device`: each operator of a step measured in place, its seconds and the bytes of its kernel.
+"""Describes this machine as a `Device`: measures each operator of a step in place, its seconds and its kernel's bytes.
 
 The allocator's events between two marks around an operator give its peak over the bytes that it left. The operators
 also give the rates of the device: the best that any of them has reached.

@@ -1,4 +1,4 @@
-"""The CUDA operators of functions that the CPU runs with other operators, on fakes that are on the CPU.
+"""Runs the operators that a function has on CUDA, on fakes that are on the CPU, where it would run others.
 
     function                        on CUDA                                       on the CPU
     scaled_dot_product_attention    a fused kernel, with dropout too              another one, and none with dropout

@@ -1,4 +1,4 @@
-"""Whether the units of a watched step repeat their forward: what they save and return is compared, bit by bit.
+"""Compares what the units of a watched step save and return in their forward and their recompute, bit by bit.
 
 The recomputes of the watched step are those of training, so no other forward is needed for it. The work that is done
 only for the comparison is hidden from the record; see `events.without_hidden`:

@@ -1,4 +1,4 @@
-"""Which units do not repeat their forward in a recompute: each is tried, where a watched step cannot tell.
+"""Tries which units do not repeat their forward in a recompute, where a watched step cannot tell.
 
 A module may read state that is not passed to it: an attribute that the code around it sets, a count of its calls, a
 draw of `random` or NumPy. A recompute finds this state as it is then, and the gradients are wrong, or user code raises.

@@ -1,4 +1,4 @@
-"""The state that a step changes, as it was before the step, and iterators and optimizers that have advanced in it."""
+"""Puts back the state that a step has changed, and finds the iterators and optimizers that it has advanced."""
 
 from __future__ import annotations
 

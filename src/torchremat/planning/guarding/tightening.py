@@ -1,4 +1,4 @@
-"""The plan after a failure: one that needs fewer bytes than the failed attempt."""
+"""Plans again after a failure: for fewer bytes than the failed attempt needed."""
 
 from __future__ import annotations
 

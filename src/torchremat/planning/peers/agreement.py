@@ -1,4 +1,4 @@
-"""One profile merged from several processes: the most bytes of any, the mean of the seconds."""
+"""Merges the profiles of several processes into one: the most bytes of any, the mean of the seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts of a unit's recompute: where its saves are divided into parts, and what a step needs with them.
+"""Cuts the recompute of a unit into parts, so that fewer of its saved tensors are in memory at once.
 
 A recompute fills the saves of one part, see NOTE [ A recompute in parts ]. So the watched backward, in which all saves
 are there from the beginning, divides at the requests for the parts, the last part first:

@@ -1,4 +1,4 @@
-"""Trees in which units are recomputed in parts, where nothing else fits a limit.
+"""Finds trees in which units are recomputed in parts, where nothing else fits a limit.
 
 The trees are those of a solver that knows a unit in parts as one of its options, and the uniform ones. A part costs
 another forward, so these have no more of them than their limit asks for: at each program point above the limit the unit

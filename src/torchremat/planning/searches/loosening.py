@@ -1,4 +1,4 @@
-"""The next steps from a tree towards one that recomputes less, and whether they can fit, without a simulation.
+"""Changes a tree so that it recomputes a little less, and bounds the new peak without a simulation.
 
 A simulation of a whole step takes a millisecond or more, and most changes that keep a little more do not fit. At a
 program point at which the changed part is neither in its forward nor in its backward, that part only holds the storages

@@ -1,4 +1,4 @@
-"""The bytes of a region that holds some operators' outputs, from the events of a step that holds none.
+"""Counts the bytes of a region that holds some operators' outputs, from the events of a step that holds none.
 
 forward      the events, without the frees of storages that are held until the forward ends
 recompute    those up to the last operator that is passed, without those of operators that do not run,

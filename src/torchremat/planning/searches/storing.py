@@ -1,4 +1,4 @@
-"""Which kept units of a tree go to a store, and when they leave and come back.
+"""Chooses which kept units of a tree go to a store, and when they leave and come back.
 
 A peak is mostly where the backward begins, so the units needed last are stored first: the first units of the forward.
 For a slow store every second unit is better, since the store is idle less. Both rows are tried, as short as the limit

@@ -1,4 +1,4 @@
-"""The look of a batch: the facts about it and the model that decide which figures hold, and the sizes in them."""
+"""What the planner sees of a batch: its sizes, and the facts that decide which figures hold for it."""
 
 from __future__ import annotations
 

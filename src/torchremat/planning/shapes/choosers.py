@@ -1,4 +1,4 @@
-"""The tree for a shape, in milliseconds.
+"""Chooses the tree for a shape, in milliseconds.
 
 Where units have options, only one table is built, and the search runs at the shape itself. Where units are split
 instead, many tables are built, which takes as long as some steps. The result depends on the ratios of bytes and costs,

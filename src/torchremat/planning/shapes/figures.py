@@ -1,4 +1,4 @@
-"""The split of a profile into a form, which is independent of shapes, and figures, which depend on them.
+"""Splits a profile into a form, which is independent of shapes, and figures, which depend on them.
 
     form       the calls, storages, live ranges, units, the order of backward: the same for every batch of a family
     figures    bytes and flops, in an order that the form fixes: one row of numbers for each shape
