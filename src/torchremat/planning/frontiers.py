@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -313,24 +313,21 @@ def _page_of(frontier: Frontier) -> Page:
 
 
 def _table(frontier: Frontier) -> Table:
-    whole = max(1, frontier.shown[0].peak_bytes)
-    stores = any(point.stored_bytes for point in frontier.shown)
-    steps = any(point.stepping != frontier.shown[0].stepping for point in frontier.shown)
-    few = ["stored"] * stores + ["optimizer"] * steps
-    columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *few)
-    rows = tuple(_row(point, place, whole, stores=stores, steps=steps) for place, point in enumerate(frontier.shown))
-    return Table(title="Points", columns=columns, rows=rows)
-
-
-def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool, steps: bool) -> TableRow:
-    cells = (
-        size_cell(point.budget_bytes),
-        TableCell(str(point.budget_bytes), point.budget_bytes),
-        size_cell(point.peak_bytes),
-        TableCell(f"{100 * point.peak_bytes / whole:.0f}%", point.peak_bytes),
-        TableCell(f"{point.slowdown:.2f} x", point.slowdown),
-        TableCell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
-        *([size_cell(point.stored_bytes)] if stores else []),
-        *([TableCell(str(point.stepping))] if steps else []),
+    points, whole = frontier.shown, max(1, frontier.shown[0].peak_bytes)
+    columns: dict[str, Callable[[FrontierPoint], TableCell]] = {
+        "budget": lambda point: size_cell(point.budget_bytes),
+        "to pass": lambda point: TableCell(str(point.budget_bytes), point.budget_bytes),
+        "peak": lambda point: size_cell(point.peak_bytes),
+        "of plain": lambda point: TableCell(f"{100 * point.peak_bytes / whole:.0f}%", point.peak_bytes),
+        "time": lambda point: TableCell(f"{point.slowdown:.2f} x", point.slowdown),
+        "GFLOP recomputed": lambda point: TableCell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
+    }
+    if any(point.stored_bytes for point in points):
+        columns["stored"] = lambda point: size_cell(point.stored_bytes)
+    if any(point.stepping != points[0].stepping for point in points):
+        columns["optimizer"] = lambda point: TableCell(str(point.stepping))
+    rows = (
+        TableRow(cells=tuple(cell(point) for cell in columns.values()), key=str(place))
+        for place, point in enumerate(points)
     )
-    return TableRow(cells=cells, key=str(place))
+    return Table(title="Points", columns=tuple(columns), rows=tuple(rows))

@@ -79,8 +79,7 @@ class Plan(PlanData, ViewedOverTime):
                 f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's "
                 "stack has room for. Plan again: this version makes no such plans."
             )
-        self._check_count(given)
-        offload_schedule = self._offload_schedule(given or self.given_stores)
+        offload_schedule = self._offload_schedule(given)
         handles = self._handles(model, optimizer, optimizer_store)
         install(
             model,
@@ -134,29 +133,21 @@ class Plan(PlanData, ViewedOverTime):
             recomputes=bool(self.recomputed_calls or self.recomputed_flops or self.stored),
         )
 
-    def _check_count(self, given: tuple[Store, ...]) -> None:
-        """Raise if the given stores are not those that the plan was made with, even if the plan uses none."""
+    def _offload_schedule(self, given: tuple[Store, ...]) -> OffloadSchedule | None:
+        """Return when which units are stored. The given stores must be those of the plan, even if it uses none."""
         if given and not self.stores:
             raise PlanError(
                 f"the plan was made without stores, so the {len(given)} given here would hold nothing. Leave "
                 "`stores=[...]` or `--store` out, or pass them when you plan."
             )
-        if given and len(given) != len(self.stores):
-            raise PlanError(self._wrong_count(len(given)))
-
-    def _wrong_count(self, given: int) -> str:
-        return (
-            f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
-            f"[{', '.join(self.stores)}]; {given} are given. Call `apply(model, stores=[...])` with stores like "
-            "these, in this order, or `--store` for each on the command line."
-        )
-
-    def _offload_schedule(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:
-        if not self.stored:
-            return None
-        if len(stores) != len(self.stores):
-            raise PlanError(self._wrong_count(len(stores)))
-        return OffloadSchedule(stores, self.transfers)
+        stores = given or self.given_stores
+        if len(stores) != len(self.stores) and (given or self.stored):
+            raise PlanError(
+                f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
+                f"[{', '.join(self.stores)}]; {len(stores)} are given. Call `apply(model, stores=[...])` with stores "
+                "like these, in this order, or `--store` for each on the command line."
+            )
+        return OffloadSchedule(stores, self.transfers) if self.stored else None
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
