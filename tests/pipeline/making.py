@@ -1,6 +1,7 @@
 """Events and timelines in few words."""
 
-from probes.pipelines import PipelineEvent, parse
+from probes.pipelines import PipelineEvent
+from schedules.orders import parse
 from torchremat.pipeline.timeline import Timeline
 
 

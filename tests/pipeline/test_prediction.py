@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.making import timeline
-from probes.pipelines import costs_of, parse, predict, recomputing, text
-from schedules.orders import equal_costs, gpipe, one_forward_one_backward
+from probes.pipelines import costs_of, predict, recomputing
+from schedules.orders import equal_costs, gpipe, one_forward_one_backward, parse, text
 from torchremat.errors import ScheduleError
 
 

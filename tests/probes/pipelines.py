@@ -9,5 +9,5 @@ from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.skip import portals
 from torchremat.pipeline.streams import CPU_STREAM, CpuStream, spawn_workers
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
-from torchremat.schedules.pipelines import parse, recomputing, text
+from torchremat.schedules.pipelines import recomputing
 from torchremat.stages.samples import received

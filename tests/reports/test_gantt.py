@@ -7,8 +7,8 @@ import matplotlib
 import pytest
 from matplotlib.colors import to_hex
 
-from probes.pipelines import PipelineEvent, parse, predict, recomputing
-from schedules.orders import equal_costs, gpipe, one_forward_one_backward
+from probes.pipelines import PipelineEvent, predict, recomputing
+from schedules.orders import equal_costs, gpipe, one_forward_one_backward, parse
 from torchremat.errors import UnsupportedError
 from torchremat.pipeline.timeline import Timeline
 from torchremat.reports.plots import plot_timelines

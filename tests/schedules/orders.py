@@ -1,6 +1,22 @@
 """Orders of pipelines from the literature, and costs for them."""
 
-from torchremat.schedules.pipelines import Action, clock_cycles
+from torchremat.schedules.pipelines import LETTERS, Action, clock_cycles
+
+
+def text(order):
+    """Return each worker's actions as one line, like "F0.0 B0.0"."""
+    return [" ".join(map(str, actions)) for actions in order]
+
+
+def parse(lines):
+    """Return the order that `text` wrote."""
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+
+    def action(word):
+        stage, microbatch = map(int, word[1:].split("."))
+        return Action(kind=kinds[word[0]], stage=stage, microbatch=microbatch)
+
+    return tuple(tuple(map(action, line.split())) for line in lines)
 
 
 def gpipe(microbatches, stages, *, in_reverse=True):

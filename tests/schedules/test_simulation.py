@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from schedules.orders import equal_costs, gpipe, one_forward_one_backward
+from schedules.orders import equal_costs, gpipe, one_forward_one_backward, parse
 from torchremat.errors import ScheduleError
-from torchremat.schedules.pipelines import parse, recomputing
+from torchremat.schedules.pipelines import recomputing
 from torchremat.schedules.simulation import simulate
 
 UNITS = {"forward": 1, "recompute": 1, "backward": 2}

@@ -3,9 +3,9 @@
 from itertools import product
 from random import Random
 
+from schedules.orders import parse
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
 from torchremat.planning.simulator.split_backward import SplitPrediction
-from torchremat.schedules.pipelines import parse
 from torchremat.stages.choosing import Choices
 from torchremat.stages.loads import DeviceLoad, loads_of
 from turns import in_turn

@@ -1,7 +1,6 @@
 """What a device holds at each of its actions."""
 
-from schedules.orders import one_forward_one_backward
-from torchremat.schedules.pipelines import parse
+from schedules.orders import one_forward_one_backward, parse
 from torchremat.stages.loads import DeviceLoad, loads_of, most_held
 
 

@@ -34,9 +34,9 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
     """Return the step of an order with the times of a measured step.
 
-    >>> from torchremat.schedules.pipelines import parse
     >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
-    >>> order = parse(["F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"])
+    >>> actions = ("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)
+    >>> order = [[Action(kind=kind, stage=stage, microbatch=one) for kind, one in actions] for stage in (0, 1)]
     >>> predict(Timeline(events=(), stages=2), order, costs=costs).step_s  # (2 + 2 - 1) * (1 + 2)
     9.0
 

@@ -15,7 +15,6 @@ Copies and waits result from an order, as `schedules.simulation` finds; an order
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -37,8 +36,6 @@ LETTERS: dict[Kind, str] = {
 }
 
 _SHOWN = 12  # problems in one message
-_KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
-_WORD = re.compile(rf"([{''.join(_KINDS)}])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +52,6 @@ class Action:
 
 Order: TypeAlias = Sequence[Sequence[Action]]
 """The actions of each worker."""
-
-
-def text(order: Order) -> list[str]:
-    """Return each worker's actions as one line.
-
-    >>> text(recomputing(parse(["F0.0 B0.0", "F1.0 B1.0"])))
-    ['F0.0 R0.0 B0.0', 'F1.0 R1.0 B1.0']
-    """
-    return [" ".join(map(str, actions)) for actions in order]
-
-
-def parse(lines: Sequence[str]) -> Order:
-    """Return the order that `text` wrote.
-
-    Raises:
-        ScheduleError: If a word is not an action.
-    """
-    return tuple(tuple(_action(word) for word in line.split()) for line in lines)
-
-
-def _action(word: str) -> Action:
-    match = _WORD.fullmatch(word)
-    if match is None:
-        raise ScheduleError(
-            f"{word!r} is not an action: expected one of {', '.join(_KINDS)}, a stage and a microbatch, such as F0.1"
-        )
-    return Action(kind=_KINDS[match[1]], stage=int(match[2]), microbatch=int(match[3]))
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:

@@ -40,9 +40,10 @@ class Span:
 def simulate(order: Order, costs: Costs, *, lookahead: bool = False) -> tuple[Span, ...]:
     """Return the spans of all actions of an order, copies included, by start time.
 
-    >>> from torchremat.schedules.pipelines import parse
     >>> costs = {(stage, kind): seconds for stage in (0, 1) for kind, seconds in (("forward", 1), ("backward", 2))}
-    >>> spans = simulate(parse(["F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"]), costs)
+    >>> actions = ("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)
+    >>> order = [[Action(kind=kind, stage=stage, microbatch=one) for kind, one in actions] for stage in (0, 1)]
+    >>> spans = simulate(order, costs)
     >>> max(span.end_s for span in spans)  # (2 microbatches + 2 stages - 1) * (1 + 2)
     9.0
 
