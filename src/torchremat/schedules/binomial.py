@@ -8,7 +8,7 @@ without its tables. The state before step i is carry i. A slot holds one carry, 
 
 Source: A. Griewank and A. Walther, "Algorithm 799: revolve", ACM TOMS 26(1), 2000, equations 3 to 6. An advance is a
 run of a step for its output alone. The run of a step right before its backward, which keeps the saved tensors, is not
-counted: every schedule has it.
+counted: every schedule has it. Without any steps, or any slot, all of this raises a ScheduleError.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ def most_steps(slots: int, repeats: int) -> int:
 
 
 def repeats_for(steps: int, slots: int) -> int:
-    """Return how often the most repeated step is advanced, the first forward included.
-
-    Raises:
-        ScheduleError: There are no steps, or no slot.
-    """
+    """Return how often the most repeated step is advanced, the first forward included."""
     _check(steps, slots)
     if slots == 1:
         return steps - 1
@@ -50,9 +46,6 @@ def advances(steps: int, slots: int) -> int:
     2472
     >>> advances(4, 1)  # to carry 3, 2 and 1, from carry 0 each time
     6
-
-    Raises:
-        ScheduleError: There are no steps, or no slot.
     """
     repeats = repeats_for(steps, slots)
     return repeats * steps - most_steps(slots + 1, repeats - 1)
@@ -64,9 +57,6 @@ def next_border(steps: int, slots: int) -> int | None:
     Args:
         steps: From a carry that is in a slot up to the end of the stretch.
         slots: That one's and the free ones.
-
-    Raises:
-        ScheduleError: There are no steps, or no slot.
     """
     _check(steps, slots)
     if steps == 1 or slots == 1:
@@ -82,9 +72,6 @@ def first_borders(steps: int, slots: int) -> list[int]:
 
     >>> first_borders(10, 3)
     [0, 4, 7]
-
-    Raises:
-        ScheduleError: There are no steps, or no slot.
     """
     borders = [0]
     while (length := next_border(steps - borders[-1], slots + 1 - len(borders))) is not None:

@@ -48,6 +48,8 @@ from torchremat.schedules.dataflow import Dataflow
 
 # How many moments are tried.
 _MOMENTS = 12
+# No program starts after so many seconds, and the running one ends soon: a bound that took too long is still valid.
+_MOST_S = 4.0
 # The solver's own tolerance is 1e-7 for each row.
 _TOLERANCE = 1e-6
 _SOLVED, _INFEASIBLE = 0, 2  # status codes of the solver
@@ -79,14 +81,7 @@ class Regions:
     begun_cost: tuple[float, ...]
 
 
-def lower_bound(
-    flow: Dataflow,
-    backward: Iterable[Pull],
-    limit_bytes: int,
-    *,
-    regions: Regions | None = None,
-    most_seconds: float = 4.0,
-) -> float:
+def lower_bound(flow: Dataflow, backward: Iterable[Pull], limit_bytes: int, *, regions: Regions | None = None) -> float:
     """Return a lower bound on any schedule's recompute cost under a limit. See NOTE [ A bound over all schedules ].
 
     In the unit of the dataflow; infinite if no schedule fits.
@@ -96,8 +91,6 @@ def lower_bound(
         backward: The pulls of backward, in their order.
         limit_bytes: Of all live bytes in backward: values of the forward and `other_bytes`.
         regions: The overhead of regions; None if unknown.
-        most_seconds: No program starts after so many seconds, and the running one ends soon: the bound is then lower
-            than it could be, but still valid.
 
     Raises:
         ScheduleError: Backward reads a value that the dataflow does not have.
@@ -110,7 +103,7 @@ def lower_bound(
     problem = _Problem(flow, pulls, limit_bytes, regions)
 
     def left_s() -> float:
-        return most_seconds - (time.perf_counter() - start_s)
+        return _MOST_S - (time.perf_counter() - start_s)
 
     found = [
         (problem.bound(moment, whole=False, most_seconds=left_s()), moment)

@@ -12,7 +12,6 @@ carry goes to a slower store only while none is in a faster one since, and trans
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import isqrt
 
 import numpy as np
@@ -233,9 +232,3 @@ class Hierarchy:
             room = self._room(store)
         self._known[key] = total
         return total
-
-
-@lru_cache(16)
-def hierarchy(steps: int, slots: int, stores: tuple[StoreCost, ...]) -> Hierarchy:
-    """Return the places for these sizes, as found before if they were: the loop of a training step is the same."""
-    return Hierarchy(steps, slots, stores)

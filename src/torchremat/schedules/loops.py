@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, isqrt
 from typing import TypeAlias
 
 from torchremat.errors import BudgetError, ScheduleError
 from torchremat.schedules.binomial import CarrySlots, advances
-from torchremat.schedules.hierarchies import Hierarchy, StoreCost, hierarchy
-from torchremat.schedules.mixtures import MixtureTable, mixture
-from torchremat.schedules.uneven import UnevenSlots, uneven_slots
+from torchremat.schedules.hierarchies import Hierarchy, StoreCost
+from torchremat.schedules.mixtures import MixtureTable
+from torchremat.schedules.uneven import UnevenSlots
 from torchremat.tensors.sizes import format_bytes
 
 # NOTE [ The bound ]
@@ -44,6 +45,9 @@ _MOST_UNITS = 96
 
 # How a stretch is divided when it runs again.
 Division: TypeAlias = CarrySlots | MixtureTable | UnevenSlots
+
+# The loop of a training step is the same each time, and so are its tables.
+_hierarchy, _mixture, _uneven_slots = lru_cache(16)(Hierarchy), lru_cache(16)(MixtureTable), lru_cache(16)(UnevenSlots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,7 @@ class LoopSchedule:
     @property
     def hierarchy(self) -> Hierarchy:
         """The places of carries in slots and stores."""
-        return hierarchy(self.blocks, self.slots, self.stores)
+        return _hierarchy(self.blocks, self.slots, self.stores)
 
     @property
     def division(self) -> Division:
@@ -102,11 +106,11 @@ class LoopSchedule:
             costs, block = self.step_costs, self.block
             if block > 1:
                 costs = tuple(sum(costs[first : first + block]) for first in range(0, len(costs), block))
-            return uneven_slots(self.slots, costs)
+            return _uneven_slots(self.slots, costs)
         if self.units is None:
             return CarrySlots(self.slots)
         carry, step, unit = self.carry_bytes or 1, self.block * (self.step_bytes or 1), self.unit_bytes
-        return mixture(
+        return _mixture(
             self.blocks, self.units, -(-carry // unit), -(-step // unit), -(-(step - self.shared_bytes) // unit)
         )
 

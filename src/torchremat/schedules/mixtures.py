@@ -15,7 +15,6 @@ Sci. 66, 2023, whose slots hold either kind if both are of a size. We add bytes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
@@ -169,9 +168,3 @@ class _Walk:
     def marks(self) -> Marks:
         """Return what it leaves."""
         return Marks(tuple(self.held), tuple(self.recorded))
-
-
-@lru_cache(16)
-def mixture(steps: int, units: int, carry: int, step: int, own: int) -> MixtureTable:
-    """Return the table for these sizes, as made before if it was: the loop of a training step is the same each time."""
-    return MixtureTable(steps, units, carry, step, own)

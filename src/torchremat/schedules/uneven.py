@@ -11,7 +11,6 @@ P(i, b) is the time of steps i to b - 1. So the table has all schedules, and its
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import ClassVar, TypeAlias
 
@@ -147,9 +146,3 @@ class UnevenSlots:
             last = part * stride - first
             held += [last + one for one in first_borders(steps - last, slots)[1:]]
         return Marks(tuple(held), (steps - 1,))
-
-
-@lru_cache(16)
-def uneven_slots(units: int, costs: tuple[float, ...]) -> UnevenSlots:
-    """Return the table for these times, as made before if it was."""
-    return UnevenSlots(units, costs)

@@ -23,7 +23,7 @@ from torchremat.planning.searches.flows import flow_of, operators_of, pooled_sec
 from torchremat.planning.searches.replays import SelectionReplay, partial_backward
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
-from torchremat.schedules.dataflow import Dataflow, Value
+from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import OperatorSelection, evaluate
 
 _MOST_OPERATORS = 3000
@@ -69,13 +69,7 @@ class UnitOperators:
         )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
         values = tuple(
-            Value(
-                size_bytes=value.size_bytes,
-                needed=value.needed,
-                holdable=value.holdable and number not in casts,
-                saved_after=value.saved_after,
-            )
-            for number, value in enumerate(flow.values)
+            replace(value, holdable=value.holdable and number not in casts) for number, value in enumerate(flow.values)
         )
         return Dataflow(operators=operators, values=values)
 
