@@ -26,7 +26,6 @@ from torchremat.planning.compiling.trials import Workspaces, measured_workspaces
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Operator
 from torchremat.schedules.joint import Joint
-from torchremat.schedules.kernels import walk
 
 # Flops that take as long as one byte; accelerators have a higher ratio, because of their matrix units.
 _FLOPS_PER_BYTE = {"cpu": 10.0}
@@ -62,22 +61,6 @@ class JointReading:
     workspaces: Workspaces
     fuses: bool
 
-    def peak_bytes(self, forward: Graph, backward: Graph) -> int:
-        """Return the peak of two graphs made from the joint one, taken as given."""
-        joint = self.joint
-        there = set(joint.outputs) & joint.maker.keys()
-        sizes = joint.size_bytes
-        first, kept = self._operators(forward)
-        second, gradients = self._operators(backward)
-        begin = {value for value in kept if value in joint.maker}
-        beside = joint.fixed_bytes + sum(sizes[value] for value in joint.incoming)
-        beside += sum(sizes[value] for value in there)
-        live = [
-            *walk(first, sizes, begin=(), keep=begin, other_bytes=joint.fixed_bytes),
-            *walk(second, sizes, begin=begin - there, keep=gradients, other_bytes=beside),
-        ]
-        return max((size for size, _ in live), default=joint.fixed_bytes)
-
     def block(self, size: int) -> int:
         """Return the bytes that the allocator gives for a request."""
         return _block(size, self.device)
@@ -91,30 +74,6 @@ class JointReading:
     def values_of(self, node: Node) -> list[int]:
         """Return the values of a node's tensors, or of their bases for views."""
         return [self.numbers[address] for address in _addresses(node) if address in self.numbers]
-
-    def _operators(self, graph: Graph) -> tuple[list[Operator], set[int]]:
-        """Return the operators of a graph, and the values that it returns."""
-        there = {value for node in graph.find_nodes(op="placeholder") for value in self.values_of(node)}
-        operators: list[Operator] = []
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            inputs = tuple(dict.fromkeys(value for one in node.all_input_nodes for value in self.values_of(one)))
-            made = tuple(dict.fromkeys(value for value in self.values_of(node) if value not in there))
-            there.update(made)
-            beside = self.workspaces.of(node, sum(self.joint.size_bytes[value] for value in made))
-            operators.append(
-                Operator(
-                    name=node.name,
-                    inputs=inputs,
-                    outputs=made,
-                    cost=0.0,
-                    workspace_bytes=beside,
-                    fuses=self.fuses and _fuses(node),
-                )
-            )
-        output = next(iter(graph.find_nodes(op="output")))
-        return operators, {value for node in output.all_input_nodes for value in self.values_of(node)}
 
 
 def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fuses: bool = False) -> JointReading:

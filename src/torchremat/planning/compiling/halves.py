@@ -84,8 +84,7 @@ class Halver:
                 return Halves(
                     split=found, forward=forward, backward=backward, peak_bytes=needs.peak_bytes, beside=beside
                 )
-        peak = self.reading.peak_bytes(forward.graph, backward.graph)
-        return Halves(split=found, forward=forward, backward=backward, peak_bytes=peak)
+        return Halves(split=found, forward=forward, backward=backward, peak_bytes=found.peak_bytes)
 
 
 # For each, a compiler writes two programs, which takes some seconds for a thousand operators.
