@@ -74,6 +74,7 @@ class SoundedStep:
 
     Attributes:
         inputs: The live tensors other than the model's.
+        glance: The recording. Only the thread that has begun it can end it.
 
     Raises:
         UnsupportedError: A profiler is active, or another recording.
@@ -92,26 +93,16 @@ class SoundedStep:
         self._before = trained.bytes_now()
         self._before_bytes = self._before.total_bytes + self.inputs.bytes
         self._gradient_bytes = 0
-        self._glance = Glance(device)
-        self._start = self._glance.recorder.mark("start")
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another thread records it; only that thread can end the recording."""
-        return self._glance.is_elsewhere
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether another recording runs, or is about to."""
-        return self._glance.is_wanted
+        self.glance = Glance(device)
+        self._start = self.glance.recorder.mark("start")
 
     def goes_on(self, args: object) -> bool:
         """Return whether one more forward, with these arguments, belongs to the step; if not, the step has ended."""
         self._calls += 1
-        if self._backward is not None or self._calls > _MOST_CALLS or self._glance.is_over:
+        if self._backward is not None or self._calls > _MOST_CALLS or self.glance.is_over:
             self.settle()
             return False
-        mark = self._glance.recorder.mark("call")
+        mark = self.glance.recorder.mark("call")
         added = self.inputs.add(args)
         self._late += [(address, size, mark) for address, size in added if address not in self._known]
         self._known.update(address for address, _ in added)
@@ -121,30 +112,30 @@ class SoundedStep:
         """Watch for the backward through the output of a forward."""
         begins = WeakMethod(self._begins)
         for node in dict.fromkeys(one.grad_fn for one in tensors_in(output)):
-            if node is not None and not self._glance.is_over:
+            if node is not None and not self.glance.is_over:
                 node.register_prehook(partial(_call, begins))
 
     def _begins(self, *_: object) -> None:
-        if self._backward is not None or self._glance.is_over or get_ident() != self._thread:
+        if self._backward is not None or self.glance.is_over or get_ident() != self._thread:
             return
-        self._backward = self._glance.recorder.mark("backward")
+        self._backward = self.glance.recorder.mark("backward")
         self._gradient_bytes = self._trained.bytes_now().gradient_bytes
         at_end_of_backward(partial(_call, WeakMethod(self._ends)))
 
     def _ends(self) -> None:
         # The recording ends later, see `Glance.end`.
-        self._end = self._glance.recorder.mark("end")
+        self._end = self.glance.recorder.mark("end")
 
     def settle(self) -> bool:
         """End the recording, and log the peak if it is known; return whether no other recording can be running."""
-        was_over = self._glance.is_over
+        was_over = self.glance.is_over
         with self._log.spending():
-            self._glance.end()
+            self.glance.end()
         self._tell()
-        return not (was_over or self.is_wanted)
+        return not (was_over or self.glance.is_wanted)
 
     def _tell(self) -> None:
-        trace, self._glance.trace = self._glance.trace, None
+        trace, self.glance.trace = self.glance.trace, None
         if trace is None or self._backward is None or self._end is None:
             return
         late_bytes = sum(size for address, size, mark in self._late if not trace.has(address, mark))
@@ -208,7 +199,7 @@ class SoundedUpdate:
         self._optimizer = optimizer
         self._trained.note(optimizer)
         is_free = self._step.settle()
-        if self._step.is_wanted:
+        if self._step.glance.is_wanted:
             self.drop()
             return
         with self._log.spending():
@@ -288,7 +279,7 @@ class Soundings:
     def begun(self, args: object) -> tuple[int, str] | None:
         """Record that a forward begins, and return the highest peak measured since, with its description."""
         self._forwards += 1
-        if self._step is not None and self._step.is_elsewhere:
+        if self._step is not None and self._step.glance.is_elsewhere:
             return None
         if self._step is not None and self._step.goes_on(args):
             return None
@@ -309,7 +300,7 @@ class Soundings:
 
     def stop(self) -> None:
         """Stop the running measurement: the forward has raised, or the result is no longer needed."""
-        if self._step is not None and self._step.is_elsewhere:
+        if self._step is not None and self._step.glance.is_elsewhere:
             return
         if self._step is not None:
             self._step.settle()
