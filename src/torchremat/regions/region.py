@@ -161,10 +161,13 @@ class Region(Recomputable):
             call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
+        computes = pack != self._pack
+        if computes:
+            pack = except_traced(pack)
         choosing = None
         if choose is not None:
             choosing = choose(call, tensors)
-            pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
+            pack, run = choosing.hook(pack, computes=computes), partial(choosing.run, run)
         del tensors, given
         recording.calls.append(call)
         now = thread.now
@@ -174,7 +177,7 @@ class Region(Recomputable):
         inner, now.inner = now.inner, None  # outputs kept by an outer region are not for inner ones
         try:
             self.began = modes_now()
-            push_saved_tensor_hooks(pack if pack == self._pack else except_traced(pack), back)  # See Rule 1
+            push_saved_tensor_hooks(pack, back)  # See Rule 1
             try:
                 output = run(*args, **kwargs)
             finally:
