@@ -254,7 +254,10 @@ def follow_tuple(world: World, item: Iterable[object]) -> None:
 
 def follow_object(world: World, item: object) -> None:
     """Follow a user object into its attributes and its class."""
-    own = cast("Dict | None", getattr(item, "__dict__", None))
+    try:
+        own = cast("Dict", object.__getattribute__(item, "__dict__"))  # a class may have its own, which is user code
+    except AttributeError:
+        own = None
     if type(own) is dict:
         if WATCHES in own:
             return
