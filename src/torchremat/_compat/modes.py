@@ -69,11 +69,6 @@ def take_dispatch_mode(kind: type) -> object | None:
     return _pop_dispatch_mode(None) if count and type(_dispatch_mode(count - 1)) is kind else None
 
 
-def is_only_dispatch_mode(kind: type) -> bool:
-    """Return whether one dispatch mode is on, and is of a class."""
-    return count_dispatch_modes() == 1 and type(_dispatch_mode(0)) is kind
-
-
 def pop_dispatch_mode() -> object:
     """Take the innermost dispatch mode off, other than an infrastructure mode."""
     return _pop_dispatch_mode(None)

@@ -128,7 +128,7 @@ def decision_of(answer: object, policy: object) -> Decision:
     )
 
 
-class Chooser:
+class AskedPolicy:
     """A policy, how it says that it must be asked, and its answers so far.
 
     Attributes:
@@ -149,7 +149,7 @@ class Chooser:
         self.decisions: dict[object, Decision] | None = {} if getattr(policy, "by_operator", False) else None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Chooser, (self.policy,)  # operators cannot be pickled
+        return AskedPolicy, (self.policy,)  # operators cannot be pickled
 
 
 def check_met(policy: object) -> None:

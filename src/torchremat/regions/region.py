@@ -161,13 +161,11 @@ class Region(Recomputable):
             call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
-        computes = pack != self._pack
-        if computes:
+        if pack != self._pack:
             pack = except_traced(pack)
-        choosing = None
-        if choose is not None:
-            choosing = choose(call, tensors)
-            pack, run = choosing.hook(pack, computes=computes), partial(choosing.run, run)
+        choosing = None if choose is None else choose(call, tensors)
+        if choosing is not None:
+            pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
         del tensors, given
         recording.calls.append(call)
         now = thread.now

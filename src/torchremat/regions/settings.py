@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.regions.decisions import AnyPolicy, Chooser, describe
+from torchremat.regions.decisions import AnyPolicy, AskedPolicy, describe
 from torchremat.regions.slots import Recomputable
 from torchremat.state.holders import check_named
 
@@ -95,7 +95,7 @@ class Settings:
     observer: Observer | None = None
     cuts: tuple[int, ...] = ()  # of plans alone, see NOTE [ A recompute in parts ]
     turns: Turns = field(init=False, compare=False)
-    chooser: Chooser | None = field(init=False, compare=False)
+    asked: AskedPolicy | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be honoured: users are not type-checked."""
@@ -127,4 +127,4 @@ class Settings:
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
-        object.__setattr__(self, "chooser", None if self.policy is None else Chooser(self.policy))
+        object.__setattr__(self, "asked", None if self.policy is None else AskedPolicy(self.policy))

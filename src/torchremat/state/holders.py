@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -117,10 +117,6 @@ class Bindings(Holder):
             found += contents_of(self.cells)
         return found
 
-    def is_same(self, before: list[object]) -> bool:
-        """Return whether it holds the very objects that `read` returned."""
-        return not any(map(is_not, self.read(), before))
-
     def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""
         if self.is_same(contents):
@@ -203,10 +199,6 @@ class ClassData(Holder):
             return [*values, ()]
         later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
         return [*values, tuple(later)]
-
-    def is_same(self, before: list[object]) -> bool:
-        """Return whether it holds the very objects that `read` returned, and has been given none since."""
-        return not any(map(is_not, self.read(), before))
 
     def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import Operation, alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator
-from torchremat.regions.decisions import SAVE, Chooser, Decision
+from torchremat.regions.decisions import SAVE, AskedPolicy, Decision
 from torchremat.regions.selective.kept import (
     KeptValue,
     Offloaded,
@@ -72,7 +72,7 @@ class Selection:
     """The outputs that one call keeps.
 
     Attributes:
-        chooser: Makes the choices; None if only inner regions have a policy.
+        asked: The policy that makes the choices; None if only inner regions have one.
         operators: The op infos of the operators that ran, in order.
         kept: The outputs that are kept for recomputes, by number of the operator.
         inner: The selections of inner regions, in the order in which they ran.
@@ -81,11 +81,11 @@ class Selection:
     """
 
     __slots__ = (
-        "__weakref__", "_memories", "_offloaded", "chooser", "end", "inner", "is_cut", "kept", "operators",
+        "__weakref__", "_memories", "_offloaded", "asked", "end", "inner", "is_cut", "kept", "operators",
     )  # fmt: skip
 
-    def __init__(self, chooser: Chooser | None) -> None:
-        self.chooser = chooser
+    def __init__(self, asked: AskedPolicy | None) -> None:
+        self.asked = asked
         self.operators: list[OpInfo] = []
         self.kept: dict[int, KeptOutputs] = {}
         self.inner: list[ReferenceType[Selection]] = []
@@ -280,7 +280,7 @@ def written_by(
     return found
 
 
-class KeptOutputs:
+class KeptOutputs(NamedTuple):
     """The outputs of one operator.
 
     Attributes:
@@ -288,11 +288,8 @@ class KeptOutputs:
         draws: The generator that the operator drew from, and its state afterwards.
     """
 
-    __slots__ = ("draws", "values")
-
-    def __init__(self, values: object, draws: tuple[torch.Generator | torch.device, Tensor] | None) -> None:
-        self.values = values
-        self.draws = draws
+    values: object
+    draws: tuple[torch.Generator | torch.device, Tensor] | None
 
     def again(self, selection: Selection) -> object | None:
         """Return the outputs for a recompute, None if they are no longer available.

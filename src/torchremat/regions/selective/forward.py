@@ -78,12 +78,12 @@ class Choosing:
         if selection is not None:
             self._run = Replaying(selection, takes=False)
         else:
-            chooser = settings.chooser
-            if chooser is None:
+            asked = settings.asked
+            if asked is None:
                 assert around is not None
-                chooser = around.selection.chooser  # See NOTE [ Selective recompute ], 7
-            assert chooser is not None
-            selection = Selection(chooser)
+                asked = around.selection.asked  # See NOTE [ Selective recompute ], 7
+            assert asked is not None
+            selection = Selection(asked)
             paths = ModulePaths(call, region.recording.label)
             # An outer region may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
@@ -167,7 +167,7 @@ class ChosenRecompute:
     def __init__(self, selection: Selection, *, takes: bool, is_running: bool) -> None:
         self._selection = selection
         self._run = None
-        if selection.chooser is not None:
+        if selection.asked is not None:
             self._run = Replaying(selection, takes=takes, is_running=is_running)
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:

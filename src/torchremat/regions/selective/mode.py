@@ -22,8 +22,8 @@ from torchremat._compat.modes import (
     Operation,
     Types,
     alias_past_modes,
+    count_dispatch_modes,
     innermost_dispatch_mode,
-    is_only_dispatch_mode,
     past_torch_function,
     push_dispatch_mode,
     take_dispatch_mode,
@@ -126,7 +126,8 @@ class SeenBy(AbstractContextManager[None]):
 
 def alias_unseen(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor without its graph, and hide the operator."""
-    if type(tensor) is Tensor and is_only_dispatch_mode(_Mode) and innermost_transform() is None:
+    is_alone = count_dispatch_modes() == 1 and type(innermost_dispatch_mode()) is _Mode
+    if is_alone and type(tensor) is Tensor and innermost_transform() is None:
         return alias_past_modes(tensor)  # as below in half the time
     return unseen(Tensor.detach, tensor)
 

@@ -42,7 +42,7 @@ class Watching:
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
-        self._looks_on = selection.chooser is None or selection.chooser.looks_on
+        self._looks_on = selection.asked is None or selection.asked.looks_on
         self.mode: object = None
         self.take_off: Callable[[], bool] | None = None
         self.is_done = False
@@ -80,16 +80,16 @@ class Collecting(Watching):
 
     def __init__(self, selection: Selection, names: ModuleNames, preserve_rng: bool) -> None:
         super().__init__(selection)
-        chooser = selection.chooser
-        assert chooser is not None
-        self._policy = chooser.policy
-        self._asks_first = chooser.asks_first
-        self._decisions = chooser.decisions
+        asked = selection.asked
+        assert asked is not None
+        self._policy = asked.policy
+        self._asks_first = asked.asks_first
+        self._decisions = asked.decisions
         self._names = names
         self._context: OperatorContext | None = None
         self._preserve_rng = preserve_rng
         self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
-            WeakKeyDictionary() if chooser.reads_names else None
+            WeakKeyDictionary() if asked.reads_names else None
         )
 
     def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
