@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -116,6 +116,10 @@ class Bindings(Holder):
         if self.cells:
             found += contents_of(self.cells)
         return found
+
+    def is_same(self, before: list[object]) -> bool:
+        """Return whether it holds the very objects that `read` returned."""
+        return not any(map(is_not, self.read(), before))
 
     def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""

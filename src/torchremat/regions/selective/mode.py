@@ -126,7 +126,10 @@ class SeenBy(AbstractContextManager[None]):
 
 def alias_unseen(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor without its graph, and hide the operator."""
-    is_alone = count_dispatch_modes() == 1 and type(innermost_dispatch_mode()) is _Mode
+    modes = count_dispatch_modes()
+    if not modes:
+        return tensor.detach()
+    is_alone = modes == 1 and type(innermost_dispatch_mode()) is _Mode
     if is_alone and type(tensor) is Tensor and innermost_transform() is None:
         return alias_past_modes(tensor)  # as below in half the time
     return unseen(Tensor.detach, tensor)
