@@ -1,6 +1,7 @@
 """What a policy does in a region: counts of operators, bytes that are held, and gradients against the plain run."""
 
 import gc
+import pickle
 import weakref
 from contextlib import nullcontext
 
@@ -715,6 +716,32 @@ def test_the_innermost_policy_alone_decides():
     held = counted.live_bytes(without=y)
 
     assert held == 0 or held == y.numel() * 4
+
+
+def test_the_policy_around_a_region_decides_afresh_for_each_of_them():
+    # The answers of a policy that goes by operator were once kept with the inner region, for all policies around it.
+    block, x = block_and_input()
+    inside = checkpointed(block)
+
+    held = {}
+    for policy in (save_matmuls, everything_saved, nothing_saved, save_matmuls):
+        held.setdefault(policy, []).append(live_bytes(checkpointed(lambda x: inside(x).tanh(), policy=policy), x))
+
+    first, second = held[save_matmuls]
+    assert first == second
+    assert held[nothing_saved] == [0] < [first] < held[everything_saved]
+
+
+@pytest.mark.parametrize("policy", [nothing_saved, save_matmuls, save_matmuls.into(Keep()), everything_saved], ids=repr)
+def test_a_wrapped_module_with_a_policy_is_pickled_after_its_forward(policy):
+    block, x = block_and_input()
+    wrap(block, "", policy=policy)
+    held = live_bytes(block, x)
+
+    copy = pickle.loads(pickle.dumps(block))
+
+    assert live_bytes(copy, x) == held
+    assert gradients(copy, x, copy) == gradients(block, x, block)
 
 
 def test_what_regions_inside_hold_of_their_inputs_is_recomputed():

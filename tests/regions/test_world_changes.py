@@ -14,6 +14,20 @@ class State:
         self.gain = 1.0
 
 
+class Sealed:
+    """Hides its attributes from code that asks it for all of them."""
+
+    gain = 1.0
+
+    def __init__(self):
+        self.gain = 3.0
+
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return object.__getattribute__(self, name)
+
+
 class Scaled(nn.Module):
     gain_of_class = 1.0
 
@@ -22,9 +36,13 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.box = types.SimpleNamespace(gain=1.0)
         self.state = State()
+        self.sealed = Sealed()
+        self.gains = [1.0]
+        self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x):
-        return torch.tanh(self.linear(x) * self.box.gain * self.state.gain * factor(x) * self.gain_of_class)
+        gain = self.box.gain * self.state.gain * self.gain_of_class * self.sealed.gain * sum(self.gains) * self.scale
+        return torch.tanh(self.linear(x) * gain * factor(x))
 
 
 class Block(nn.Module):
@@ -45,13 +63,18 @@ def other_factor(x):
     return x.cos()
 
 
-FACTOR = factor.__code__
+FACTOR, FACTOR_CODE = factor, factor.__code__
 
 
 @pytest.fixture(autouse=True)
 def everything_is_as_before():
     yield
-    factor.__code__ = FACTOR
+    reset()
+
+
+def reset():
+    globals()["factor"] = FACTOR
+    factor.__code__ = FACTOR_CODE
     Scaled.gain_of_class = 1.0
 
 
@@ -67,6 +90,18 @@ def set_attributes_of_state(block):
     block.inner.state.__dict__ = {"gain": 2.0}
 
 
+def set_inside_sealed(block):
+    block.inner.sealed.gain = 2.0
+
+
+def delete_attribute(block):
+    del block.inner.sealed.gain  # the class has one as well
+
+
+def grow_list(block):
+    block.inner.gains.append(1.0)
+
+
 def set_child(block):
     block.later = nn.Linear(4, 4).requires_grad_(False)
 
@@ -75,12 +110,24 @@ def set_weight(block):
     block.inner.linear.weight = nn.Parameter(torch.eye(4))
 
 
+def replace_module(block):
+    block.inner.linear = nn.Linear(4, 4)
+
+
+def register_buffer_again(block):
+    block.inner.register_buffer("scale", torch.full((4,), 2.0))
+
+
 def set_hook(block):
     block.inner.linear.register_forward_hook(lambda module, args, output: output * 2)
 
 
 def set_class(_):
     Scaled.gain_of_class = 2.0
+
+
+def rebind_global(_):
+    globals()["factor"] = other_factor
 
 
 def set_code(_):
@@ -95,10 +142,16 @@ CHANGES = [
     set_box,
     set_inside_box,
     set_attributes_of_state,
+    set_inside_sealed,
+    delete_attribute,
+    grow_list,
     set_child,
     set_weight,
+    replace_module,
+    register_buffer_again,
     set_hook,
     set_class,
+    rebind_global,
     set_code,
     freeze,
 ]
@@ -107,7 +160,7 @@ CHANGES = [
 def results(run, change, when):
     """Return outputs and gradients of three steps; before the second one something changes, or within it."""
     torch.manual_seed(0)
-    factor.__code__, Scaled.gain_of_class = FACTOR, 1.0
+    reset()
     block, x = Block(), torch.randn(4, 4, requires_grad=True)
     found = []
     for step in range(3):

@@ -223,7 +223,10 @@ class EagerMode(DispatchMode):
 
     def __exit__(self, *error: object) -> None:
         entered = _eager.entered
-        del entered[max(index for index, one in enumerate(entered) if one is self)]  # others may have ended before
+        if entered[-1] is self:
+            entered.pop()
+        else:  # others may have ended before
+            del entered[max(index for index, one in enumerate(entered) if one is self)]
         pop_dispatch_mode()
         _eagerly.leave()
 
@@ -262,6 +265,7 @@ _module.setup_compilation_env = wraps(_module.setup_compilation_env)(partial(_ap
 
 _exclude: Callable[[object, bool], AbstractContextManager[None]] = _bind("_C._SetExcludeDispatchKeyGuard")
 _VERSIONS = _bind("_C.DispatchKey.ADInplaceOrView")
+_PYTHON = _bind("_C.DispatchKey.Python")
 _is_excluded: Callable[[object], bool] = _bind("_C._dispatch_tls_is_dispatch_key_excluded")
 _set_excluded: Callable[[object, bool], None] = _bind("_C._dispatch_tls_set_dispatch_key_excluded")
 
@@ -274,6 +278,16 @@ def alias_that_counts(tensor: Tensor) -> Tensor:
         return tensor.detach()
     finally:
         _set_excluded(_VERSIONS, was_excluded)
+
+
+def alias_past_modes(tensor: Tensor) -> Tensor:
+    """Return an alias of a plain tensor without its graph, which no dispatch mode sees."""
+    was_excluded = _is_excluded(_PYTHON)
+    _set_excluded(_PYTHON, True)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_PYTHON, was_excluded)
 
 
 def counting_versions() -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType
 from typing import cast
 from weakref import ReferenceType
@@ -183,10 +184,11 @@ class Call:
         return [tensor for each in (self.frozen_values or {}).values() for one in each for tensor in one.tensors]
 
 
+@dataclass(slots=True, eq=False)
 class CallArguments:
     """The arguments of a call, taken apart.
 
-    Args:
+    Attributes:
         template: The arguments, with numbers in place of tensors.
         tensors: The tensors in them.
         held: Inputs as a caller holds them who knows better than the region, as a loop does.
@@ -195,24 +197,12 @@ class CallArguments:
         like: An earlier call of the same code: if its world is still here, the call shares it.
     """
 
-    __slots__ = ("held", "like", "objects", "sources", "template", "tensors")
-
-    def __init__(
-        self,
-        template: object,
-        tensors: list[Tensor],
-        held: list[HeldTensor],
-        sources: list[Source],
-        *,
-        objects: Sequence[object] = (),
-        like: Call | None = None,
-    ) -> None:
-        self.template = template
-        self.tensors = tensors
-        self.held = held
-        self.sources = sources
-        self.objects = objects
-        self.like = like
+    template: object
+    tensors: list[Tensor]
+    held: list[HeldTensor]
+    sources: list[Source]
+    objects: Sequence[object] = field(default=(), kw_only=True)
+    like: Call | None = field(default=None, kw_only=True)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

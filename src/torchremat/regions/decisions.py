@@ -26,6 +26,10 @@ class Decision:
     kind: Literal["save", "recompute", "store"]
     catalog: Catalog | None = None
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # The same decision again, as decisions are compared by identity.
+        return self.kind.upper() if self.catalog is None else (stored_in, (self.catalog.store,))
+
 
 SAVE = Decision("save")
 """The decision to keep an output."""
@@ -122,6 +126,30 @@ def decision_of(answer: object, policy: object) -> Decision:
         f"the policy {describe(policy)} answered {answer!r}; allowed are True and False, "
         "torch.utils.checkpoint.CheckpointPolicy, and the decisions of torchremat.extend."
     )
+
+
+class AskedPolicy:
+    """A policy, how it says that it must be asked, and its answers so far.
+
+    Attributes:
+        policy: The policy.
+        asks_first: See `AnyPolicy`, as `reads_names`.
+        reads_names: Whether it is asked for named tensors.
+        looks_on: Whether operators that it is not asked about must be watched, as they may write to what it keeps.
+        decisions: Its decisions, by the operator's `OpInfo`, if they depend on nothing else.
+    """
+
+    __slots__ = ("asks_first", "decisions", "looks_on", "policy", "reads_names")
+
+    def __init__(self, policy: AnyPolicy) -> None:
+        self.policy = policy
+        self.asks_first: int | None = getattr(policy, "asks_first", None)
+        self.looks_on = not getattr(policy, "asks_about_writes", False)
+        self.reads_names = bool(getattr(policy, "reads_names", False))
+        self.decisions: dict[object, Decision] | None = {} if getattr(policy, "by_operator", False) else None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AskedPolicy, (self.policy,)  # operators cannot be pickled
 
 
 def check_met(policy: object) -> None:

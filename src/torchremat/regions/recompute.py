@@ -136,17 +136,19 @@ class RegionRecompute:
             region, observer = self.observed
             observer.reruns(region, number)
             pack = partial(self._pack_told, pack)
+        if pack != refill.pack:
+            pack = except_traced(pack)
         replay = None
         if call.selection is not None and self.checks:
             # The recompute of an input pass serves the weight passes after it. See NOTE [ Selective recompute ], 5
             is_last = refill.task is not None or (isinstance(refill.key, Session) and refill.key.recomputes_once)
             takes = is_last and refill.only is None and not thread.now.is_partial and not call.is_running
             replay = ChosenRecompute(call.selection, takes=takes, is_running=call.is_running)
-            run, pack = partial(replay.run, run), replay.hook(pack)
+            run, pack = partial(replay.run, run), replay.hook(pack, refill)
         else:
             thread.now.inner = None  # left for another recompute or call to take over
         refill.began = modes_now()
-        push_saved_tensor_hooks(pack if pack == refill.pack else except_traced(pack), unpack)
+        push_saved_tensor_hooks(pack, unpack)
         try:
             output = run(*args, **kwargs)
         except Stop:
@@ -168,7 +170,7 @@ class RegionRecompute:
             refill.given = ()
             restored.close()
             if replay is not None:
-                replay.check(recording.name(number))
+                replay.check(recording, number)
         for tensor in restored.wrote:
             name = call.name_of(tensor) or f"a tensor of shape {tuple(tensor.shape)}"
             raise MutationError(

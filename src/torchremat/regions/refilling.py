@@ -125,6 +125,13 @@ class Refill:
         self.began: Began
         self._found: Versioned | None = None
 
+    def detaches_by(self, alias: Callable[[Tensor], Tensor]) -> bool:
+        """Let tensors lose their graph by `alias`, if no other operator runs here; return whether that is so."""
+        if self.values is not None or self._detached not in (Tensor.detach, alias):
+            return False
+        self._detached = alias
+        return True
+
     @outside_graphs  # code under dynamo calls it, compiled or not
     def pack(self, tensor: Tensor) -> object:
         """Take the next saved tensor: the hook of a recompute."""

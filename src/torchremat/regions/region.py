@@ -161,9 +161,10 @@ class Region(Recomputable):
             call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
-        choosing = None
-        if choose is not None:
-            choosing = choose(call, tensors)
+        if pack != self._pack:
+            pack = except_traced(pack)
+        choosing = None if choose is None else choose(call, tensors)
+        if choosing is not None:
             pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
         del tensors, given
         recording.calls.append(call)
@@ -174,7 +175,7 @@ class Region(Recomputable):
         inner, now.inner = now.inner, None  # outputs kept by an outer region are not for inner ones
         try:
             self.began = modes_now()
-            push_saved_tensor_hooks(pack if pack == self._pack else except_traced(pack), back)  # See Rule 1
+            push_saved_tensor_hooks(pack, back)  # See Rule 1
             try:
                 output = run(*args, **kwargs)
             finally:

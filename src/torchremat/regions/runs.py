@@ -258,6 +258,7 @@ def _enter(
     return region.call(body, args, kwargs, [module], last=last)
 
 
+@dataclass(slots=True, eq=False)
 class _Nested:
     """The body of a call in an outer region: the same call in its inner ones.
 
@@ -265,21 +266,11 @@ class _Nested:
     shared by the calls of that recompute.
     """
 
-    __slots__ = ("body", "module", "places", "regions", "settings")
-
-    def __init__(
-        self,
-        places: tuple[RegionPlace, ...],
-        regions: dict[RegionPlace, Region],
-        settings: Settings,
-        body: Body,
-        module: nn.Module,
-    ) -> None:
-        self.places = places
-        self.regions: dict[RegionPlace, Region] | None = regions
-        self.settings = settings
-        self.body = body
-        self.module = module
+    places: tuple[RegionPlace, ...]
+    regions: dict[RegionPlace, Region] | None
+    settings: Settings
+    body: Body
+    module: nn.Module
 
     def __call__(self, /, *args: object, **kwargs: object) -> object:
         if self.regions is not None:

@@ -9,8 +9,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.regions.decisions import AnyPolicy, Decision, describe
-from torchremat.regions.selective.op_info import OpInfo
+from torchremat.regions.decisions import AnyPolicy, AskedPolicy, describe
 from torchremat.regions.slots import Recomputable
 from torchremat.state.holders import check_named
 
@@ -96,7 +95,7 @@ class Settings:
     observer: Observer | None = None
     cuts: tuple[int, ...] = ()  # of plans alone, see NOTE [ A recompute in parts ]
     turns: Turns = field(init=False, compare=False)
-    decisions: dict[OpInfo, Decision] = field(init=False, compare=False)
+    asked: AskedPolicy | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be honoured: users are not type-checked."""
@@ -128,4 +127,4 @@ class Settings:
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
-        object.__setattr__(self, "decisions", {})  # by operator, if the policy depends on nothing else
+        object.__setattr__(self, "asked", None if self.policy is None else AskedPolicy(self.policy))

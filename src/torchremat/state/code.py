@@ -145,7 +145,7 @@ _classes: WeakKeyDictionary[type, tuple[list[object], ClassCode]] = WeakKeyDicti
 
 def class_code(kind: type) -> ClassCode:
     """Return the contents of the user's part of a class."""
-    users = [one for one in kind.__mro__ if not is_library_class(one)]
+    users = [one for one in kind.__mro__ if one not in permanent and not is_library_class(one)]
     classes = [vars(one) for one in users]
     shape: list[object] = []
     for own in classes:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -108,7 +108,7 @@ class Bindings(Holder):
 
     def read(self) -> list[object]:
         """Return its current contents."""
-        found: list[object] = [*map(type, self.objects), *map(_attributes, self.owners)]
+        found: list[object] = [*map(type, self.objects), *map(_attribute_of, self.owners, repeat("__dict__"))]
         if self.functions:
             found += chain.from_iterable(map(_of_function, self.functions))
         if self._names:
@@ -132,7 +132,7 @@ class Bindings(Holder):
                 object.__setattr__(item, "__class__", kind)
         for item in self.owners:
             own = next(rest)
-            if _attributes(item) is not own:
+            if _attribute_of(item, "__dict__") is not own:
                 object.__setattr__(item, "__dict__", own)
         for function in self.functions:
             function.__defaults__, function.__kwdefaults__, code = next(rest), next(rest), next(rest)
@@ -157,7 +157,8 @@ class Bindings(Holder):
 _content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"))
 
 
-_attributes = cast("Callable[[object], Dict]", attrgetter("__dict__"))
+# A class may have its own `__getattribute__`, which is user code.
+_attribute_of = cast("Callable[[object, str], Dict]", object.__getattribute__)
 
 
 _of_function = cast(
@@ -193,18 +194,17 @@ class ClassData(Holder):
 
     def values(self) -> list[object]:
         """Return the objects in it that may lead further."""
-        own = vars(self._kind)
-        return [own.get(name, ABSENT) for name in self._names]
+        return [*map(vars(self._kind).get, self._names, repeat(ABSENT))]
 
-    def read(self) -> tuple[object, ...]:
+    def read(self) -> list[object]:
         """Return its current contents; last, the attributes it has been given since."""
         values, own = self.values(), vars(self._kind)
-        if len(own) == self._size and not [one for one in values if one is ABSENT]:
-            return (*values, ())
+        if len(own) == self._size and not any(map(is_, values, repeat(ABSENT))):
+            return [*values, ()]
         later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
-        return (*values, tuple(later))
+        return [*values, tuple(later)]
 
-    def write(self, contents: tuple[Any, ...]) -> None:
+    def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""
         *values, given = contents
         for name, _ in cast("tuple[tuple[str, object], ...]", self.read()[-1]):

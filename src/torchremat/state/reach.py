@@ -40,7 +40,6 @@ from torchremat.state.following.code import follow_class, follow_function, follo
 from torchremat.state.following.objects import (
     follow_container,
     follow_dict,
-    follow_flat,
     follow_foreign,
     follow_generator,
     follow_list,
@@ -48,7 +47,6 @@ from torchremat.state.following.objects import (
     follow_object,
     follow_optimizer,
     follow_ours,
-    follow_parameter,
     follow_partial,
     follow_proxy,
     follow_script,
@@ -56,6 +54,7 @@ from torchremat.state.following.objects import (
     follow_tensor,
     follow_tuple,
     follow_uninitialized,
+    watch_tensor,
 )
 from torchremat.state.holders import FOREIGN
 from torchremat.state.world import LEADS_NOWHERE, World
@@ -117,7 +116,7 @@ def reach(
 # By type, the function that follows it.
 _visits: dict[type, Visit] = {
     Tensor: follow_tensor,
-    nn.Parameter: follow_parameter,
+    nn.Parameter: watch_tensor,
     types.FunctionType: follow_function,
     types.MethodType: follow_method,
     functools.partial: follow_partial,
@@ -126,8 +125,8 @@ _visits: dict[type, Visit] = {
     list: follow_list,
     deque: follow_list,
     dict: follow_dict,
-    set: follow_flat,
-    bytearray: follow_flat,
+    set: follow_list,
+    bytearray: follow_list,
     weakref.ProxyType: follow_proxy,
     weakref.CallableProxyType: follow_proxy,
     torch.Generator: follow_generator,
@@ -143,7 +142,7 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
     ((UninitializedParameter, UninitializedBuffer), follow_uninitialized),
     (torch.jit.ScriptModule, follow_script),
     (nn.Module, follow_module),
-    (nn.Parameter, follow_parameter),
+    (nn.Parameter, watch_tensor),
     (Tensor, follow_tensor),
     (torch.Generator, follow_generator),
     (torch.optim.Optimizer, follow_optimizer),

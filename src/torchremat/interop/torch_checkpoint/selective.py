@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchremat._compat.autograd import current_graph_task, retains_graph
 from torchremat._compat.modes import is_recording, is_traced_with_fakes
 from torchremat._compat.operators import is_operator, is_packet
-from torchremat.regions.decisions import Answer, AnyPolicy, OperatorContext
+from torchremat.regions.decisions import Answer, AnyPolicy, AskedPolicy, OperatorContext
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.forward import PutBack
 from torchremat.regions.selective.mode import SeenBy
@@ -64,7 +64,7 @@ def create_selective_checkpoint_contexts(
         policy = cast("AnyPolicy", policy_fn_or_list)
     else:
         raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
-    selection = Selection(policy)
+    selection = Selection(AskedPolicy(policy))
     return SelectiveForward(policy, selection), _SelectiveRecompute(selection)
 
 
@@ -105,7 +105,7 @@ class SelectiveForward(AbstractContextManager[None]):
         self._seen: SeenBy | None = None
 
     def __enter__(self) -> None:
-        self._seen = SeenBy(Collecting(self._selection, self.policy, {}, _NoModules(), preserve_rng=True))
+        self._seen = SeenBy(Collecting(self._selection, _NoModules(), preserve_rng=True))
         self._seen.__enter__()
 
     def __exit__(self, *error: object) -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import Operation, alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator
-from torchremat.regions.decisions import SAVE, AnyPolicy, Decision
+from torchremat.regions.decisions import SAVE, AskedPolicy, Decision
 from torchremat.regions.selective.kept import (
     KeptValue,
     Offloaded,
@@ -72,28 +72,25 @@ class Selection:
     """The outputs that one call keeps.
 
     Attributes:
-        policy: Makes the choices; None if only inner regions have a policy.
+        asked: The policy that makes the choices; None if only inner regions have one.
         operators: The op infos of the operators that ran, in order.
         kept: The outputs that are kept for recomputes, by number of the operator.
         inner: The selections of inner regions, in the order in which they ran.
         end: How many operators had run at the last save with an empty slot.
         is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
-        looks_on: Whether these are watched all the same, since they may write to kept memory.
     """
 
     __slots__ = (
-        "__weakref__", "_memories", "_offloaded", "end", "inner", "is_cut", "kept", "looks_on", "operators",
-        "policy",
+        "__weakref__", "_memories", "_offloaded", "asked", "end", "inner", "is_cut", "kept", "operators",
     )  # fmt: skip
 
-    def __init__(self, policy: AnyPolicy | None) -> None:
-        self.policy = policy
+    def __init__(self, asked: AskedPolicy | None) -> None:
+        self.asked = asked
         self.operators: list[OpInfo] = []
         self.kept: dict[int, KeptOutputs] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
         self.is_cut = False
-        self.looks_on = True
         # Outputs kept as aliases, by their memory; None after the forward, until a write.
         self._memories: dict[UntypedStorage, list[KeptValue]] | None = {}
         # Outputs in a store, by their memory in the forward, and in a recompute by their current memory; mostly empty.
@@ -118,9 +115,7 @@ class Selection:
             if not has_tensors(output):
                 return  # a number, read from a tensor: reading it again is exact
             values = mapped(output, partial(self._value, decision))
-        kept = self.kept[index] = KeptOutputs(values)
-        if draws is not None:
-            kept.draws = draws, get_generator(draws)
+        self.kept[index] = KeptOutputs(values, None if draws is None else (draws, get_generator(draws)))
 
     def keep_memory(self, tensor: Tensor, decision: Decision) -> None:
         """Let slots hold tensors that share the memory of `tensor`, as decided."""
@@ -130,7 +125,7 @@ class Selection:
         if decision.catalog is not None:
             self._offloaded_in(memory, decision)
         else:
-            self._known_memories().setdefault(memory, [])
+            self.memories().setdefault(memory, [])
 
     def _value(self, decision: Decision, value: object) -> object:
         if not isinstance(value, Tensor):
@@ -166,10 +161,11 @@ class Selection:
         value = KeptValue(alias_that_counts(tensor))
         memory = memory_of(tensor)
         if memory is not None:
-            self._known_memories().setdefault(memory, []).append(value)
+            self.memories().setdefault(memory, []).append(value)
         return value
 
-    def _known_memories(self) -> dict[UntypedStorage, list[KeptValue]]:
+    def memories(self) -> dict[UntypedStorage, list[KeptValue]]:
+        """Return the outputs that are kept as aliases, by their memory."""
         if self._memories is None:
             self._memories = {}
             for kept in self.kept.values():
@@ -182,20 +178,14 @@ class Selection:
             assert self._memories is not None
             self._memories.setdefault(memory, []).append(cast("KeptValue", value))
 
-    def has(self, memory: UntypedStorage) -> bool:
-        """Return whether this memory is kept."""
-        return memory in self._known_memories() or (self._offloaded is not None and memory in self._offloaded)
+    def stores(self, memory: UntypedStorage) -> bool:
+        """Return whether this memory waits in a store."""
+        return self._offloaded is not None and memory in self._offloaded
 
-    def value_of(self, tensor: Tensor) -> KeptValue | StoredOutput | None:
-        """Return the value that the slot of a saved tensor may hold, if the tensor's memory is kept; else None."""
-        memory = memory_of(tensor)
-        if memory is None:
-            return None
-        if memory in self._known_memories():
-            return KeptValue(tensor.detach())
-        found = None if self._offloaded is None else self._offloaded.get(memory)
-        if found is None:
-            return None
+    def stored(self, tensor: Tensor, memory: UntypedStorage) -> StoredOutput:
+        """Return the value that the slot of a saved tensor may hold, whose memory waits in a store."""
+        assert self._offloaded is not None
+        found = self._offloaded[memory]
         # Its own writes may have another version counter than the one that the store watches.
         others = [Counter(tensor), *found.others] if found.others else None
         decision = found.decisions[-1]
@@ -204,19 +194,20 @@ class Selection:
 
     def watch(self, output: object) -> None:
         """Watch an operator's output for kept memory, although the operator declares that it returns no aliases."""
-        if not self._memories and self._offloaded is None:
+        memories, all_offloaded = self._memories, self._offloaded
+        if not memories and all_offloaded is None:
             return
-        for tensor in tensors_in(output):
+        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
             memory = memory_of(tensor)
             if memory is None:
                 continue
-            values = self._memories.get(memory, ()) if self._memories else ()
-            offloaded = None if self._offloaded is None else self._offloaded.get(memory)
+            values = memories.get(memory) if memories else None
+            offloaded = None if all_offloaded is None else all_offloaded.get(memory)
             if not values and offloaded is None:
                 continue
             with counting_versions():
                 counter = Counter(tensor)
-            for value in values:
+            for value in values or ():
                 value.watch(counter)
             if offloaded is not None:
                 offloaded.others.append(counter)
@@ -229,7 +220,7 @@ class Selection:
             memory = memory_of(tensor)
             if memory is None:
                 continue
-            memories = self._known_memories()
+            memories = self.memories()
             for value in memories.pop(memory, ()):
                 if value.get() is not None:
                     value.copy_for_write()
@@ -289,7 +280,7 @@ def written_by(
     return found
 
 
-class KeptOutputs:
+class KeptOutputs(NamedTuple):
     """The outputs of one operator.
 
     Attributes:
@@ -297,11 +288,8 @@ class KeptOutputs:
         draws: The generator that the operator drew from, and its state afterwards.
     """
 
-    __slots__ = ("draws", "values")
-
-    def __init__(self, values: object) -> None:
-        self.values = values
-        self.draws: tuple[torch.Generator | torch.device, Tensor] | None = None
+    values: object
+    draws: tuple[torch.Generator | torch.device, Tensor] | None
 
     def again(self, selection: Selection) -> object | None:
         """Return the outputs for a recompute, None if they are no longer available.
@@ -311,13 +299,11 @@ class KeptOutputs:
         """
         values = self.values
         if type(values) is KeptValue:
-            output: object = values.alias()
-        else:
-            try:
-                output = mapped(values, partial(_again, selection))
-            except _GoneError:
-                output = None
-        return output
+            return values.alias()
+        try:
+            return mapped(values, partial(_again, selection))
+        except _GoneError:
+            return None
 
 
 class _GoneError(Exception):

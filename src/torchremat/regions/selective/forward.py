@@ -12,13 +12,16 @@ from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import set_generator
 from torchremat.regions.calls import Body, Call
 from torchremat.regions.diagnosis.captures import ModulePaths
+from torchremat.regions.recording import Recording
+from torchremat.regions.refilling import Refill
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.kept import KeptValue, StoredOutput, memory_of
-from torchremat.regions.selective.mode import SeenBy, unseen
+from torchremat.regions.selective.mode import SeenBy, alias_unseen, unseen
 from torchremat.regions.selective.watching import Collecting, Replaying
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Recomputable, Served, Slot
@@ -75,16 +78,16 @@ class Choosing:
         if selection is not None:
             self._run = Replaying(selection, takes=False)
         else:
-            policy = settings.policy
-            if policy is None:
+            asked = settings.asked
+            if asked is None:
                 assert around is not None
-                policy = around.selection.policy  # See NOTE [ Selective recompute ], 7
-            assert policy is not None
-            selection = Selection(policy)
+                asked = around.selection.asked  # See NOTE [ Selective recompute ], 7
+            assert asked is not None
+            selection = Selection(asked)
             paths = ModulePaths(call, region.recording.label)
             # An outer region may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
-            self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
+            self._run = Collecting(selection, paths, preserve_rng)
             if now.calls and not isinstance(around, Replaying):
                 _selection_of(now.calls[-1]).inner.append(ref(selection))
         self.selection = call.selection = selection
@@ -111,11 +114,13 @@ class Choosing:
         pack = partial(unseen, pack) if computes else pack
         return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
 
+    @outside_graphs  # code under dynamo calls it, compiled or not
     def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        slot = pack(tensor)
+        if not isinstance(slot, Slot):
+            return slot  # See NOTE [ What is traced in a region ]
         if self._run.is_done:
             self._run.rest()
-        slot = pack(tensor)
-        assert isinstance(slot, Slot)
         value = self._value(tensor) if self._region.serves else None
         if value is None:
             self.selection.end = len(self.selection.operators)
@@ -125,17 +130,20 @@ class Choosing:
     def _value(self, tensor: Tensor) -> KeptValue | StoredOutput | None:
         memory = memory_of(tensor)
         if memory is not None:
-            if self.selection.has(memory):
-                return unseen(self.selection.value_of, tensor)
+            selection = self.selection
+            if memory in selection.memories():
+                return KeptValue(alias_unseen(tensor))
+            if selection.stores(memory):
+                return unseen(partial(selection.stored, memory=memory), tensor)
             held = self._held.get(memory)
             if held is not None:
-                return unseen(partial(_value_in, held), tensor)
+                return _value_in(held, tensor)
         base = tensor._base
         leaf = tensor if base is None else base
         # A parameter, or a view of it. The memory of a sharded parameter is freed after the forward. Inputs that an
         # inner region holds are leaves as well, and no parameters.
         if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.world.has_shards):
-            return KeptValue(tensor) if base is None else unseen(_detached, tensor)
+            return KeptValue(tensor if base is None else alias_unseen(tensor))
         return None
 
     def settle(self) -> None:
@@ -159,7 +167,7 @@ class ChosenRecompute:
     def __init__(self, selection: Selection, *, takes: bool, is_running: bool) -> None:
         self._selection = selection
         self._run = None
-        if selection.policy is not None:
+        if selection.asked is not None:
             self._run = Replaying(selection, takes=takes, is_running=is_running)
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
@@ -168,23 +176,27 @@ class ChosenRecompute:
         with PutBack(), SeenBy(self._run, ChosenRecompute.run.__code__):
             return run(*args, **kwargs)
 
-    def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-        """Return the hook for saved tensors."""
-        return partial(self._pack, pack)
+    def hook(self, pack: Callable[[Tensor], object], refill: Refill) -> Callable[[Tensor], object]:
+        """Return the hook for saved tensors, given the one that fills their slots."""
+        if pack != refill.pack or not refill.detaches_by(alias_unseen):
+            pack = partial(unseen, pack)
+        return pack if self._run is None else partial(self._pack, pack, self._run)
 
-    def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
-        if self._run is not None and self._run.rest():
-            return pack(tensor)
-        return unseen(pack, tensor)
+    @outside_graphs  # code under dynamo calls it, compiled or not
+    def _pack(self, pack: Callable[[Tensor], object], run: Replaying, tensor: Tensor) -> object:
+        packed = pack(tensor)
+        if run.is_done and packed is None:  # else it may be traced: see NOTE [ What is traced in a region ]
+            run.rest()
+        return packed
 
-    def check(self, region: str) -> None:
-        """Raise if other operators have run than in the forward.
+    def check(self, recording: Recording, number: int) -> None:
+        """Raise if other operators have run than in the forward of that call.
 
         Raises:
             CheckpointError: They have.
         """
-        if self._run is not None:
-            self._run.check(region)
+        if self._run is not None and self._run.difference is not None:
+            self._run.check(recording.name(number))
 
 
 def served(value: Served) -> Tensor | None:
@@ -203,10 +215,6 @@ def _selection_of(call: Call) -> Selection:
     return call.selection
 
 
-def _detached(tensor: Tensor) -> KeptValue:
-    return KeptValue(tensor.detach())
-
-
 def _value_in(held: HeldTensor, tensor: Tensor) -> KeptValue | None:
     """Return the value that a slot may hold for a tensor that shares its memory with an input held by the region."""
     if version_of(tensor) != held.version:
@@ -215,4 +223,4 @@ def _value_in(held: HeldTensor, tensor: Tensor) -> KeptValue | None:
         # Hooks around the region have it. To unpack it may be expensive for them (a region recomputes, a store copies)
         # or possible only once, so the recompute asks once, for all slots.
         return None
-    return _detached(tensor)
+    return KeptValue(alias_unseen(tensor))

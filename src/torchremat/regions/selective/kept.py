@@ -14,7 +14,7 @@ from torchremat.regions.decisions import Decision
 from torchremat.stores.foreign import Counter
 from torchremat.stores.held import InCatalog
 from torchremat.tensors.copies import apart
-from torchremat.tensors.versioned import Versioned
+from torchremat.tensors.metadata import version_of
 
 
 class WatchedMemory:
@@ -40,38 +40,39 @@ class WatchedMemory:
 
 
 class KeptValue(WatchedMemory):
-    """A tensor that is kept as an alias, at a version: an operator's output, or the content of a slot."""
+    """A tensor that is kept as an alias, at a version: an operator's output, or the content of a slot.
 
-    __slots__ = ("_is_plain", "_kept")
+    Attributes:
+        tensor: The tensor, written since or not.
+    """
+
+    __slots__ = ("_version", "tensor")  # not a `Versioned`: every kept output makes two of these
 
     def __init__(self, tensor: Tensor) -> None:
         self.others = None
-        self._kept = Versioned(tensor)
-        self._is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor, written since or not."""
-        return self._kept.tensor
+        self.tensor = tensor
+        self._version = version_of(tensor)
 
     def get(self) -> Tensor | None:
         """Return the tensor, None if it was written in place since."""
-        kept = self._kept
-        return None if kept.is_written or (self.others is not None and self.has_moved) else kept.tensor
+        tensor = self.tensor
+        is_written = version_of(tensor) != self._version or (self.others is not None and self.has_moved)
+        return None if is_written else tensor
 
     def alias(self) -> Tensor | None:
         """Return an alias of the tensor for a recompute, None if it was written in place since."""
         tensor = self.get()
         if tensor is None:
             return None
-        if self._is_plain:
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
             return tensor.detach()
         # Its memory is unknown, so no code would copy it before the recompute writes to a view of it.
         return alias_that_counts(tensor)
 
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
-        self._kept = Versioned(apart(self.tensor))
+        self.tensor = apart(self.tensor)
+        self._version = version_of(self.tensor)
         self.others = None
 
 

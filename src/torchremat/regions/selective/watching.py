@@ -18,7 +18,7 @@ from torchremat._compat.modes import Operation
 from torchremat._compat.sharding import shards_anything
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import CheckpointError
-from torchremat.regions.decisions import RECOMPUTE, AnyPolicy, Decision, ModuleNames, OperatorContext, decision_of
+from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, decision_of
 from torchremat.regions.selective.cache import Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
 from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
@@ -35,7 +35,6 @@ class Watching:
         mode: The mode that shows the operators.
         take_off: Takes the mode off if possible here, and returns whether it did; None if it exists not only for them.
         is_done: Whether later operators need not be seen.
-        is_away: Whether the mode is off.
         beside_fsdp: Whether some of the operators may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
         began_in: The code object of the frame that contains the block, if one does.
         moved: The generators that kept draws have moved in the running recompute, with their earlier states.
@@ -43,23 +42,21 @@ class Watching:
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
+        self._looks_on = selection.asked is None or selection.asked.looks_on
         self.mode: object = None
         self.take_off: Callable[[], bool] | None = None
         self.is_done = False
-        self.is_away = False
         self.beside_fsdp = shards_anything()
         self.began_in: CodeType | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
 
-    def rest(self) -> bool:
-        """Switch the mode off for the rest of the block if everything has been seen, and return whether that is so.
+    def rest(self) -> None:
+        """Switch the mode off for the rest of the block, if possible, now that everything has been seen.
 
         Must not be called inside an operator.
         """
-        if self.is_done and not self.selection.looks_on and self.take_off is not None and self.take_off():
+        if not self._looks_on and self.take_off is not None and self.take_off():
             self.take_off = None
-            self.is_away = True
-        return self.is_away
 
     def unasked(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that the policy is not asked about: it may write to kept memory."""
@@ -76,30 +73,23 @@ class Collecting(Watching):
     """The forward of a call: a policy is asked about every operator.
 
     Args:
-        selection: Gets the kept outputs.
-        decisions: Earlier answers of a policy that depends only on the operator.
+        selection: Gets the kept outputs, by its policy.
         names: The modules of the region.
         preserve_rng: Whether a recompute has to draw the same numbers as the forward.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        policy: AnyPolicy,
-        decisions: dict[OpInfo, Decision],
-        names: ModuleNames,
-        preserve_rng: bool,
-    ) -> None:
+    def __init__(self, selection: Selection, names: ModuleNames, preserve_rng: bool) -> None:
         super().__init__(selection)
-        self._policy = policy
-        self._asks_first: int | None = getattr(policy, "asks_first", None)
-        selection.looks_on = not getattr(policy, "asks_about_writes", False)
-        self._decisions = decisions if getattr(policy, "by_operator", False) else None
-        self._context = OperatorContext(names)
+        asked = selection.asked
+        assert asked is not None
+        self._policy = asked.policy
+        self._asks_first = asked.asks_first
+        self._decisions = asked.decisions
+        self._names = names
+        self._context: OperatorContext | None = None
         self._preserve_rng = preserve_rng
-        reads_names = getattr(policy, "reads_names", False)
         self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
-            WeakKeyDictionary() if reads_names else None
+            WeakKeyDictionary() if asked.reads_names else None
         )
 
     def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
@@ -131,8 +121,7 @@ class Collecting(Watching):
         if op_info.says_fresh:
             selection.watch(output)
         if decision is None:
-            self._context.ordinal = index
-            decision = self._ask(operator, output, *args, **kwargs)
+            decision = self._ask(index, operator, output, *args, **kwargs)
             if decisions is not None:
                 decisions[op_info] = decision
         if decision is not RECOMPUTE:
@@ -149,8 +138,11 @@ class Collecting(Watching):
             self.is_done = selection.is_cut = True
         return output
 
-    def _ask(self, operator: object, output: object, *args: object, **kwargs: object) -> Decision:
+    def _ask(self, index: int, operator: object, output: object, /, *args: object, **kwargs: object) -> Decision:
         context = self._context
+        if context is None:
+            context = self._context = OperatorContext(self._names)
+        context.ordinal = index
         context.op_output = output
         answer = self._policy(context, operator, *args, **kwargs)
         context.op_output = None
@@ -171,7 +163,7 @@ class Collecting(Watching):
         """Ask about a named tensor."""
         if self._produced is None:
             return
-        decision = self._ask(operator, tensor, tensor, name)
+        decision = self._ask(len(self.selection.operators), operator, tensor, tensor, name)
         memory = memory_of(tensor)
         if decision.kind == "recompute" or memory is None:
             return
@@ -202,8 +194,12 @@ class Collecting(Watching):
 
 def _is_view(output: object, args: Args, kwargs: Kwargs) -> bool:
     """Return whether an operator has returned memory of its arguments without declaring it."""
-    given = {memory_of(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)}
-    return any(memory in given for tensor in tensors_in(output) if (memory := memory_of(tensor)) is not None)
+    found = [memory for one in tensors_in(output) if (memory := memory_of(one)) is not None]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for tensor in (value,) if type(value) is Tensor else tensors_in(value):
+            if memory_of(tensor) in found:
+                return True
+    return False
 
 
 class _Produced(NamedTuple):

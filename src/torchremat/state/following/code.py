@@ -30,7 +30,7 @@ def follow_function(world: World, function: types.FunctionType) -> None:
     if function.__closure__:
         world.bindings.cells += function.__closure__
         contents = contents_of(function.__closure__)
-        world.push(contents)
+        world.pending += contents
         if not _PASSIVE.issuperset(map(type, contents)):
             world.runs_code = True
     world.bindings.functions.append(function)
@@ -53,10 +53,14 @@ def _global_names(world: World, space: Dict, names: tuple[str, ...]) -> None:
     name = space.get("__name__")
     if is_installed(name):
         # From file to file, packages lead to each other, and to objects unrelated to a forward.
-        values = ((one, space.get(one)) for one in names)  # some of their modules import others when they are asked
-        named = [(one, value) for one, value in values if not isinstance(value, types.ModuleType)]
-        names = tuple([one for one, value in named if getattr(value, "__module__", name) == name])
-    world.push(world.bindings.add_names(space, names))
+        values = [*map(space.get, names)]
+        names = tuple([one for one, value in zip(names, values, strict=True) if _is_of(name, value)])
+    world.pending += world.bindings.add_names(space, names)
+
+
+def _is_of(name: object, value: object) -> bool:
+    # Some of their modules import others when they are asked for an attribute.
+    return not isinstance(value, types.ModuleType) and getattr(value, "__module__", name) == name
 
 
 def follow_method(world: World, method: types.MethodType) -> None:
@@ -78,7 +82,7 @@ def follow_class(world: World, kind: type) -> None:
                 world.seen.add(id(one))
                 data = ClassData(cast("type", one), names)
                 world.rest.append(data)
-                world.push(data.values())
+                world.pending += data.values()
 
 
 def follow_methods(world: World) -> None:

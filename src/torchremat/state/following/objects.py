@@ -79,18 +79,6 @@ def follow_attributes(world: World, tensor: Tensor) -> None:
         follow_class(world, type(tensor))
 
 
-def follow_parameter(world: World, tensor: Tensor) -> None:
-    """Follow one parameter."""
-    # Like `watch_tensor`, for by far the most tensors.
-    world.tensors.append(tensor)
-    own = cast("Dict", tensor.__dict__)
-    world.dicts.append(own)
-    if own:
-        world.push(own.values())
-    if world.is_named:
-        world.named.add(id(tensor))
-
-
 def follow_uninitialized(world: World, _: object) -> None:
     """Note that a lazy module has not made its parameters yet."""
     world.waits = True
@@ -232,19 +220,11 @@ def follow_dict(world: World, item: Dict) -> None:
         world.push(dict.values(item))  # a subclass may create its values when it is asked
 
 
-def follow_list(world: World, item: list[object] | deque[object]) -> None:
-    """Follow a list or deque into its items."""
+def follow_list(world: World, item: list[object] | deque[object] | set[object] | bytearray) -> None:
+    """Follow a list, deque or set into its items; note a bytearray."""
     if len(item) <= _LONG or world.is_argument or world.is_whole:
         world.rest.append(Container(item))
         world.push(_elements(item))
-
-
-def follow_flat(world: World, item: set[object] | bytearray) -> None:
-    """Follow a set into its items; note a bytearray."""
-    if len(item) <= _LONG or world.is_argument or world.is_whole:
-        world.rest.append(Container(item))
-        if isinstance(item, set):
-            world.push(_elements(item))
 
 
 def follow_tuple(world: World, item: Iterable[object]) -> None:
@@ -254,7 +234,10 @@ def follow_tuple(world: World, item: Iterable[object]) -> None:
 
 def follow_object(world: World, item: object) -> None:
     """Follow a user object into its attributes and its class."""
-    own = cast("Dict | None", getattr(item, "__dict__", None))
+    try:
+        own = cast("Dict", object.__getattribute__(item, "__dict__"))  # a class may have its own, which is user code
+    except AttributeError:
+        own = None
     if type(own) is dict:
         if WATCHES in own:
             return
@@ -273,10 +256,8 @@ def follow_container(world: World, item: object) -> None:
     """Follow a subclass of a container into its items and its attributes."""
     if isinstance(item, dict):
         follow_dict(world, cast("Dict", item))
-    elif isinstance(item, list | deque):
+    elif isinstance(item, list | deque | set | bytearray):
         follow_list(world, cast("list[object]", item))
-    elif isinstance(item, set | bytearray):
-        follow_flat(world, cast("set[object]", item))
     else:
         world.push(_elements(cast("Iterable[object]", item)))
     follow_object(world, item)
