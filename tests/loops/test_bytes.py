@@ -7,7 +7,7 @@ from logs import Count
 from probes.planning import Bandwidth, Speed
 from torchremat import BudgetError, Disk, Host, loop, measure
 
-ELEMENTS = 2**16
+ELEMENTS = 2**14
 CARRY = 4 * ELEMENTS
 
 
@@ -32,25 +32,26 @@ class Wave:
         return measure(step).peak_bytes, schedules[0]
 
 
-def test_a_slot_costs_a_carry():
+@pytest.fixture(scope="module")
+def one_slot():
+    return Wave().peak_bytes(slots=1)[0]
+
+
+def test_a_slot_costs_a_carry(one_slot):
     wave = Wave()
 
-    one, _ = wave.peak_bytes(slots=1)
     peaks = {slots: wave.peak_bytes(slots=slots)[0] for slots in (2, 3, 5, 8, 12)}
 
-    assert {slots: peak - one for slots, peak in peaks.items()} == {slots: (slots - 1) * CARRY for slots in peaks}
+    assert {slots: peak - one_slot for slots, peak in peaks.items()} == {slots: (slots - 1) * CARRY for slots in peaks}
 
 
-def test_a_recorded_step_costs_what_it_saves():
-    wave = Wave()
-    one, _ = wave.peak_bytes(slots=1)
-
-    peak, schedule = wave.peak_bytes(budget=6 * CARRY)
+def test_a_recorded_step_costs_what_it_saves(one_slot):
+    peak, schedule = Wave().peak_bytes(budget=6 * CARRY)
 
     # A carry and a product for each step, of which the first carry of a stretch is in a slot.
     assert (schedule.carry_bytes, schedule.step_bytes, schedule.shared_bytes) == (CARRY, 2 * CARRY, CARRY)
     assert (schedule.slots, schedule.units, schedule.saved_bytes) == (4, 6, 6 * CARRY)
-    assert peak - one == schedule.saved_bytes - 3 * CARRY  # one slot and one step
+    assert peak - one_slot == schedule.saved_bytes - 3 * CARRY  # one slot and one step
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def smallest():
     return Wave().peak_bytes(budget=3 * CARRY)
 
 
-@pytest.mark.parametrize("carries", [3, 4, 7, 10, 16, 25, 40, 60])
+@pytest.mark.parametrize("carries", [4, 7, 10, 16, 25, 40, 60])
 def test_a_budget_is_kept_to_the_byte(carries, smallest):
     least, smallest = smallest
 
@@ -70,18 +71,17 @@ def test_a_budget_is_kept_to_the_byte(carries, smallest):
 
 
 @pytest.mark.parametrize(("carries", "block"), [(3, 1), (4, 1), (7, 2), (16, 4)])
-def test_a_budget_is_kept_to_the_byte_with_times_of_steps(carries, block):
-    wave, costs = Wave(), [1.0] * 20 + [8.0] * 3 + [1.0] * 17
-    least, smallest = wave.peak_bytes(budget=3 * CARRY)
-    _, equal = wave.peak_bytes(budget=carries * CARRY)
+def test_a_budget_is_kept_to_the_byte_with_times_of_steps(carries, block, smallest):
+    costs = [1.0] * 20 + [8.0] * 3 + [1.0] * 17
+    least, smallest = smallest
 
-    peak, schedule = wave.peak_bytes(budget=carries * CARRY, step_costs=costs)
+    peak, schedule = Wave().peak_bytes(budget=carries * CARRY, step_costs=costs)
 
     assert schedule.block == block
     assert schedule.saved_bytes <= carries * CARRY
     assert peak - least == schedule.saved_bytes - smallest.saved_bytes
     assert schedule.slots > 1 or carries < 4
-    assert schedule.step_costs == tuple(costs) and equal.step_costs is None
+    assert schedule.step_costs == tuple(costs) and smallest.step_costs is None
 
 
 def test_a_store_holds_the_carries_that_the_schedule_says():

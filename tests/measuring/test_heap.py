@@ -17,9 +17,8 @@ class Knot:
 def nothing_frozen(monkeypatch):
     monkeypatch.setattr(heap, "_is_set_aside", False)  # as it is for all other tests
     gc.unfreeze()
-    gc.collect()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as it was, so that what all tests share is not collected again
 
 
 def garbage():

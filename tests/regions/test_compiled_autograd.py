@@ -206,7 +206,7 @@ def test_each_region_is_recomputed_once_when_those_after_it_have_gone(backend):
 @pytest.mark.parametrize("backend", FAST)
 def test_the_peak_is_that_of_the_engine(backend):
     size = 64
-    weights = [(torch.randn(size, size) / 8).requires_grad_() for _ in range(8)]
+    weights = [(torch.randn(size, size) / 8).requires_grad_() for _ in range(6)]
     start = leaf(size, size)
 
     def run(call):
@@ -227,9 +227,9 @@ def test_the_peak_is_that_of_the_engine(backend):
     plain = peak(lambda body, *args: body(*args))
 
     assert peak(checkpoint, backend) < engine + 1.01
-    # 8 inputs of regions, or 8 gradients in their place, and what one region needs; plainly each layer keeps 2.
-    assert 8 < engine < 14
-    assert plain > 16
+    # 6 inputs of regions, or 6 gradients in their place, and what one region needs; plainly each layer keeps 2.
+    assert 6 < engine < 12
+    assert plain > 12
 
 
 def test_one_recompute_serves_a_session():

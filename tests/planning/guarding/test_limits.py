@@ -2,23 +2,24 @@
 
 import gc
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from forked import run_main
 from planning.guarding.faults import differing, normed, state
 from torchremat import guard
 
 PROGRAM = """
-import json, resource, sys
+import ctypes, json, resource, sys
 import torch
 from planning.guarding.faults import differing, normed, state
 from torchremat import guard, plan
 
 torch.set_num_threads(1)
+# Each tensor in pages of its own, so that what is freed leaves the address space: M_MMAP_THRESHOLD of glibc.
+assert ctypes.CDLL(None).mallopt(-3, 65536)
 
 def step(model, x):
     return model(x).square().mean()
@@ -43,15 +44,14 @@ print(json.dumps({"differs": differing(state(model, loss), expected), "attempts"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the address space is read from /proc")
-def test_a_process_without_address_space():
-    # Each tensor in pages of its own, so that what is freed leaves the address space.
-    settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    program = [sys.executable, "-c", PROGRAM, "60"]
+def test_a_process_without_address_space(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
 
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100, env=settings)
+    done = run_main(program, "60", folder=tmp_path, timeout=100)
 
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
     assert found["differs"] == []
     assert found["attempts"]
     assert "2.93 MiB asked for; then planned for" in found["attempts"][0]
