@@ -19,6 +19,8 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 PACKAGES = (TORCH, OURS)
 
+# The globals of the code that calls the forward of a module, with or without hooks, traced or not.
+_MODULE_GLOBALS = nn.Module._call_impl.__globals__
 # The code whose frame every call of a module has.
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -46,6 +48,12 @@ def running_modules() -> Iterator[nn.Module]:
     for frame in running():
         if frame.f_code is MODULE_CALL:
             yield module_of(frame)
+
+
+def calling_module() -> nn.Module | None:
+    """Return the module whose call has called the function that asks; None if something else has called it."""
+    frame = sys._getframe(2)
+    return frame.f_locals["self"] if frame.f_globals is _MODULE_GLOBALS else None
 
 
 def steps_of(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -3,12 +3,13 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import torchremat
 from planning.kinds import inputs, linear, square
 from torchremat import Adaptive, BudgetError, PeakPartitioner, Planner
-from torchremat.planning.budgets import Relative, checked_bytes, relative_of
+from torchremat.planning.budgets import Relative, checked_bytes, optimizer_alone, relative_of
 
 
 def subject():
@@ -137,3 +138,32 @@ def test_sizes_without_units_that_are_whole_are_read_as_decimal():
     model, step = subject()
 
     assert torchremat.plan(model, step, budget="1G", cost="flops").budget_bytes == 10**9
+
+
+# The advice was the same for every optimizer: foreach=False on the CPU, where that is the default, and options that the
+# optimizer does not have.
+@pytest.mark.parametrize(
+    ("kind", "options", "advice"),
+    [
+        (torch.optim.AdamW, {"foreach": True}, " AdamW with foreach=False or fused=True needs less."),
+        (torch.optim.AdamW, {}, " AdamW with fused=True needs less."),
+        (torch.optim.Adamax, {"foreach": True}, " Adamax with foreach=False needs less."),
+        (torch.optim.AdamW, {"fused": True}, ""),
+        (torch.optim.LBFGS, {}, ""),
+        (None, {}, ""),
+    ],
+)
+def test_only_options_that_an_optimizer_has_are_advised(kind, options, advice):
+    optimizer = None if kind is None else kind([torch.zeros(2, requires_grad=True)], **options)
+
+    told = optimizer_alone(2048, "2KiB", optimizer, peak_bytes=4096, reserved_bytes=0)
+
+    assert told.endswith(f"Smallest budget that works: 4096 bytes.{advice}")
+
+
+def test_off_the_host_none_is_foreach():
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True, device="meta")])
+
+    told = optimizer_alone(2048, "2KiB", optimizer, peak_bytes=4096, reserved_bytes=0)
+
+    assert told.endswith("AdamW with foreach=False or fused=True needs less.")

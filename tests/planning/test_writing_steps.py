@@ -1,6 +1,7 @@
 """Steps that change what they run on: every call of ours leaves all of it as it was, or was refused before it ran."""
 
 from collections import UserDict, deque
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +53,22 @@ class Taught(nn.Module):
         return self.net(x) - self.teacher(x) + self.queue[0].sum()
 
 
+class Followed(nn.Module):
+    """A copy that follows by operators on lists of tensors; its norms have the values that they had, as they begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(net(), nn.LayerNorm(8))
+        self.follower = deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            slow, fast = list(self.follower.parameters()), list(self.net.parameters())
+            torch._foreach_mul_(slow, 0.5)
+            torch._foreach_add_(slow, fast, alpha=0.5)
+        return self.net(x) - self.follower(2 * x)
+
+
 class Constrained(nn.Module):
     """Weights that each forward puts into other memory."""
 
@@ -79,6 +96,12 @@ class Clipped(nn.Module):
 
 def a_teacher():
     return Taught(), loss_of
+
+
+# In a dispatch mode torch does not count the writes of such operators. A write that also left the values as they were
+# was no write, the next run copied nothing, and the step was refused for a write that could not be undone.
+def a_follower():
+    return Followed(), loss_of
 
 
 def constrained():
@@ -193,7 +216,7 @@ def a_list_taken_from():
 
 
 STEPS = [
-    a_teacher, constrained, a_batch_in_place, a_batch_through_data, by_hand_after_a_gradient,
+    a_teacher, a_follower, constrained, a_batch_in_place, a_batch_through_data, by_hand_after_a_gradient,
     by_hand_before_a_gradient, by_hand_at_a_node, frozen_and_thawed, hooked, a_popped_label,
     a_popped_label_of_a_class, a_list_taken_from, a_queue_of_an_object,
 ]  # fmt: skip

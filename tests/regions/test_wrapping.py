@@ -196,6 +196,42 @@ def test_a_copied_layer_alone():
     assert layer.forward.module is layer
 
 
+def remade(module, changed):
+    """Return a module like another, as learn2learn's `clone_module` makes it: all attributes, other parameters."""
+    made = module.__new__(type(module))
+    made.__dict__ = module.__dict__.copy()
+    made._parameters = {name: changed(one) for name, one in module._parameters.items()}
+    made._modules = {name: remade(one, changed) for name, one in module._modules.items()}
+    return made
+
+
+# A copy of the attributes has the forward that `wrap` has put there, which ran the weights of the module that it was
+# put on: with learn2learn and with higher all numbers of an inner loop were wrong, and there was no error.
+@pytest.mark.parametrize("pattern", ["layers.*", lambda name, _: not name])
+def test_a_module_made_of_another_ones_attributes_runs_its_own_weights(pattern):
+    def outer_loss(model, x):
+        loss = remade(model, torch.clone)(x).square().mean()
+        gradients = iter(torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
+        return remade(model, lambda one: one - next(gradients))(x).square().mean()
+
+    model, plain, x = net(), net(), torch.randn(8, 4)
+    wrap(model, pattern)
+
+    ours, expected = (result(lambda one=one: outer_loss(one, x), [], [one]) for one in (model, plain))
+
+    assert equal(ours, expected)
+    assert all(layer.calls.value > other.calls.value for layer, other in zip(model.layers, plain.layers, strict=True))
+    with torch.no_grad():
+        assert torch.equal(remade(model, torch.neg)(x), remade(plain, torch.neg)(x))
+
+
+def test_a_module_made_of_another_ones_attributes_does_not_guard_the_objects_of_that():
+    model = wrap(net(), "layers.1", guard=[nn.Linear(2, 2)])
+
+    with pytest.raises(WrapError, match="would guard the objects of the original"):
+        remade(model, torch.clone)(torch.ones(2, 4))
+
+
 def test_a_forward_that_the_instance_had_before():
     # As accelerate leaves it.
     model, plain = net(), net()

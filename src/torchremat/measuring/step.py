@@ -326,7 +326,12 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
         raise StepError(f"step: expected a function that returns the loss, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         inner = [type(one).__name__ for one in optimizers_in(optimizer)]
-        advice = f", which holds an optimizer: hand over that, the {inner[0]}" if inner else ""
+        advice = ""
+        if inner:
+            advice = (
+                f", which holds an optimizer: hand over that, the {inner[0]}. If the {type(optimizer).__name__} adds "
+                "state to it, do so after a training step, when the state is there and counts"
+            )
         raise StepError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{advice}.")
 
 

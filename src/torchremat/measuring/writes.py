@@ -93,14 +93,14 @@ class Writes:
         # A tensor with a graph is an output of the step, freed when the step makes the next one.
         tensors = [one for world in worlds for one in world.tensors]
         watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
-        plain = [one for one in watched.values() if _is_plain(one)]
+        plain = [one for one in watched.values() if is_plain(one)]
         free = {id(one) for world in worlds for one in (*world.loose, *(own for *_, own in world.state))}
         at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= SMALL_BYTES)}
         self._known = known
         self._names = names
         self._watched = [Versioned(one) for one in watched.values()]
         with hiding():
-            self._places = [_Place(one) for one in plain]
+            self._places = [Place(one) for one in plain]
         self._copies = HostCopies(one for one in plain if id(one) in at_once or known.has(one))
         self.looking = Looking(plain, self._copies) if looks and not known.has_looked else None
 
@@ -119,6 +119,8 @@ class Writes:
                 for place in self._places:
                     place.put_back()
                 self._known.add(self._copies.put_back())
+                if self.looking is not None:
+                    self._known.add(self.looking.seen.values())
         lost = [one.tensor for one in self._watched if one.is_written]
         if lost:
             shown = ", ".join(map(self._names, lost[:3]))
@@ -129,13 +131,18 @@ class Writes:
             )
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own class, which an assignment to `.data` may replace."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_strided and type(tensor) in (Tensor, nn.Parameter) and not is_wrapper(tensor)
 
 
-class _Place:
-    """The memory of a tensor, which an assignment to `.data` replaces."""
+class Place:
+    """The memory of a tensor, which an assignment to `.data` replaces.
+
+    Args:
+        tensor: A tensor that `is_plain`.
+    """
 
     __slots__ = ("_address", "_alias", "tensor")
 
@@ -145,6 +152,7 @@ class _Place:
         self._address = address_of(tensor.untyped_storage())
 
     def put_back(self) -> None:
+        """Give the tensor its memory again."""
         if address_of(self.tensor.untyped_storage()) != self._address or self.tensor.shape != self._alias.shape:
             self.tensor.data = self._alias
 
@@ -198,10 +206,15 @@ class Looking(EagerMode):
     Args:
         tensors: The watched tensors.
         copies: Gets the copies.
+
+    Attributes:
+        seen: By id, the tensors that operators have written, be it with the values that they had. In a mode the version
+            of what a `_foreach` operator writes does not move.
     """
 
     def __init__(self, tensors: Iterable[Tensor], copies: HostCopies) -> None:
         super().__init__()
+        self.seen: dict[int, Tensor] = {}
         self._copies = copies
         self._watched: defaultdict[int, list[Tensor]] = defaultdict(list)
         for one in tensors:
@@ -219,6 +232,7 @@ class Looking(EagerMode):
             for written in written_by(op_info.writes, args, kwargs):
                 if written.layout is torch.strided and not is_wrapper(written):
                     for one in self._watched.get(address_of(written.untyped_storage()), ()):
+                        self.seen[id(one)] = one
                         self._copies.add(one)
 
 
@@ -243,7 +257,7 @@ def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
 def hooks_of(leaf: Tensor) -> list[object]:
     """Return the hooks of a leaf that run in backward, in grad mode; without those of torch, ours, and observers."""
     tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
-    if _is_plain(leaf):
+    if is_plain(leaf):
         # Its node is reached through a view, as by `torch.autograd.graph.get_gradient_edge`, which takes twice as long.
         node = cast("torch.autograd.graph.Node", leaf.view_as(leaf).grad_fn).next_functions[0][0]
         # No other way shows the hooks of a node, and this one works only while no graph has the node: no view either.

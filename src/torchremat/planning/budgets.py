@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
@@ -161,17 +163,38 @@ def margin_of(margin: int | str) -> int:
     return parse_bytes(margin, least=0)
 
 
-def optimizer_alone(size: int, budget: int | str, *, peak_bytes: int, reserved_bytes: int) -> str:
+def optimizer_alone(
+    size: int, budget: int | str, optimizer: Optimizer | None, *, peak_bytes: int, reserved_bytes: int
+) -> str:
     """Return the message for a budget below the peak of `optimizer.step()`, which no plan lowers.
 
-    `size` is the budget in bytes, `budget` as it was given; `reserved_bytes` of it have to stay free.
+    `size` is the budget in bytes, `budget` as it was given, for a step of `optimizer`; `reserved_bytes` have to stay free.
     """
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     return (
         f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
         f"{format_bytes(peak_bytes)}, which no recomputation lowers. Smallest budget that works: "
-        f"{peak_bytes + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
+        f"{peak_bytes + reserved_bytes} bytes." + _needing_less(optimizer)
     )
+
+
+def _needing_less(optimizer: Optimizer | None) -> str:
+    """Return the options with which an optimizer's step has fewer temporaries, as a sentence; "" if it has none."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = {
+        # None means foreach wherever a tensor is not on the host.
+        "foreach=False": any(
+            group.get("foreach", False) is not False and (group["foreach"] or not _is_on_host(group["params"]))
+            for group in groups
+        ),
+        "fused=True": any("fused" in group and not group["fused"] for group in groups),
+    }
+    chosen = " or ".join(option for option, lowers in options.items() if lowers)
+    return f" {type(optimizer).__name__} with {chosen} needs less." if chosen else ""
+
+
+def _is_on_host(tensors: Iterable[Tensor]) -> bool:
+    return all(accelerator_of(one.device).is_host for one in tensors)
 
 
 def capacity_of(device: torch.device) -> int | None:

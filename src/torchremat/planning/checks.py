@@ -160,7 +160,8 @@ class Checks:
             )
             warn(
                 f"{name} is trained by {kinds}, which has {has}, and {counted}: {self._sum(more_bytes)}. Plan with the "
-                "optimizer that trains, `optimizer=`.",
+                "optimizer that trains, `optimizer=`; if you did, it got more state in its first steps than by its own "
+                "step, as from a wrapper around it: plan after these.",
                 PlanWarning,
             )
         elif state_bytes < _LITTLE * planned_bytes and self._counted.recomputes:

@@ -231,7 +231,9 @@ def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes:
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     optimizer_peak = profiled.optimizer_peak_bytes or 0
     if optimizer_peak > profiled.fixed_bytes + floor.prediction.peak_bytes:
-        return optimizer_alone(size, budget, peak_bytes=optimizer_peak, reserved_bytes=reserved_bytes)
+        return optimizer_alone(
+            size, budget, profiled.subject.optimizer, peak_bytes=optimizer_peak, reserved_bytes=reserved_bytes
+        )
     lowers = "a smaller batch lowers the rest."
     if (whole := compiled_whole(floor.profile)) is not None:
         lowers = (

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchremat._compat.dynamo import TRACES_GET, is_exporting, outside_graphs
 from torchremat.errors import UnsupportedError, WrapError, bug
+from torchremat.frames import calling_module
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Settings
@@ -39,6 +40,11 @@ class WrappedForward:
     shows everything that the original forward shows: all attributes, and, if that is a method, a `__func__` that is a
     region with any module it is bound to. Code that unwraps by `__wrapped__` takes off the wrappers of others, above or
     below this one, and never the region: only `unwrap` takes that off.
+
+    NOTE [ A copy of the attributes ]
+    Code that makes a module with other parameters (learn2learn's clones, higher's functional modules) copies the
+    attributes of the first one, this object among them, and means the copy's forward when it calls the copy. The frame
+    of the call says which module that is. Bound to the first one, the copy would run the first one's weights.
 
     Attributes:
         name: The module's name in the model, "" for the model itself.
@@ -71,6 +77,11 @@ class WrappedForward:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on and it is not exported."""
+        if not torch.compiler.is_dynamo_compiling():
+            # See NOTE [ A copy of the attributes ]. A module may also call the forward of another one.
+            caller = calling_module()
+            if caller is not None and caller is not self._module() and vars(caller).get(FORWARD) is self:
+                return UnboundForward(self)(caller, *args, **kwargs)
         if not torch.is_grad_enabled() or is_exporting():
             return self.function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -210,9 +221,9 @@ class UnboundForward:
             return forward
         if isinstance(forward.settings, Settings) and forward.settings.guard:
             raise WrapError(
-                f"`{forward.name or type(module).__name__}` was wrapped with `guard=`, its forward was bound anew by "
-                "another library, and then copied: the copy would guard the objects of the original. Copy it first "
-                "and wrap the copy, or `torchremat.unwrap` the copy."
+                f"`{forward.name or type(module).__name__}` was wrapped with `guard=`, and other code has given its "
+                "forward to a copy of it, which would guard the objects of the original. Copy it first and wrap the "
+                "copy, or `torchremat.unwrap` the copy."
             )
         return forward.bound_to(module)
 

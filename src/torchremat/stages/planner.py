@@ -134,7 +134,7 @@ class _Planned:
     def __init__(
         self, site: Site, options: PlanOptions, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        self.site = site
+        self.site, self._stepped_by = site, optimizer
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
         self._planners = {sample.stage: _planner(sample, site, options) for sample in site.samples}
         self._split_backwards = {
@@ -243,7 +243,10 @@ class _Planned:
         floor = self._peak_bytes(self._choices.floor) + reserved_bytes
         reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
         if self._optimizer is not None and floor - reserved_bytes == self._optimizer_peak_bytes:
-            alone = optimizer_alone(size, budget, peak_bytes=floor - reserved_bytes, reserved_bytes=reserved_bytes)
+            peak_bytes = floor - reserved_bytes
+            alone = optimizer_alone(
+                size, budget, self._stepped_by, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes
+            )
             return f"{self.site.name}: {alone}"
         held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
         state = ", buffers and optimizer state" if self._optimizer is not None else " and buffers"

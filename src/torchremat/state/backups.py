@@ -12,7 +12,9 @@ NOTE [ Which tensors a forward changes ]
 Versions cannot tell: native BatchNorm does not bump the version of `running_mean`. So the first forward of a module in
 a training state is watched by value: everything that the module holds by name, except parameters, is cloned and
 compared, and the changed names are remembered per module. From then on only these are cloned, and small tensors, since
-a module may change one every tenth time. In modules that the user has named every forward counts as a first one. Norms
+a module may change one every tenth time, and a module that was left out of the first forward of the one around it may
+change one when it is first called. On the host the small ones are compared by value, which takes microseconds;
+elsewhere it would wait for the device. In modules that the user has named every forward counts as a first one. Norms
 that may leave their statistics unchanged the first time, with a momentum of 0 that grows, are recognised by their
 class.
 
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.sharding import is_hook_of_fsdp
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hiding
@@ -121,7 +124,7 @@ class Backups:
         elif name in known:
             self._copy(tensor, module, name, compares=False, always=True)
         elif tensor.nbytes <= SMALL_BYTES:
-            self._copy(tensor, module, name, compares=False)
+            self._copy(tensor, module, name, compares=accelerator_of(tensor.device).is_host)
 
     def _copy(
         self, tensor: Tensor, owner: nn.Module | None, name: str, *, compares: bool, always: bool = False

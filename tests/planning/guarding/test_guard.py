@@ -471,6 +471,77 @@ def test_what_cannot_be_put_back_is_not_run_again(writes, words):
     assert len(caught.value.attempts) == 1
 
 
+class Momentum(nn.Module):
+    """An encoder, a second one that follows it, and a count that is no buffer."""
+
+    def __init__(self, follow):
+        super().__init__()
+        self.own = nn.Linear(32, 32)
+        self.other = nn.Linear(32, 32).requires_grad_(False)
+        self.count = torch.zeros(1)
+        self._follow = follow
+
+    def forward(self, x):
+        with torch.no_grad():
+            self._follow(self)
+        return self.own(x) - self.other(x)
+
+
+def lerp(model):
+    model.other.weight.lerp_(model.own.weight, 0.1)
+
+
+def at_once(model):
+    torch._foreach_mul_(list(model.other.parameters()), 0.9)
+
+
+def up(model):
+    model.count.add_(1)
+
+
+def in_new_memory(model):
+    model.other.weight.data = 0.9 * model.other.weight.data
+
+
+def full_once(follow):
+    torch.manual_seed(3)
+    model, failures = Momentum(follow), [True]
+
+    def fails(model, x):
+        loss = step(model, x)
+        if failures and failures.pop():
+            raise MemoryError
+        return loss
+
+    return model, fails
+
+
+# Only parameters that get gradients were watched: a momentum encoder followed twice, once in the failed attempt, and
+# the gradients were wrong without an error.
+@pytest.mark.parametrize(
+    ("follow", "words"),
+    [(lerp, "`other.weight`"), (at_once, "`other.weight`, `other.bias`"), (up, r"a tensor \(1,\)")],
+)
+def test_a_write_to_what_gets_no_gradient_is_noticed(follow, words):
+    model, fails = full_once(follow)
+
+    with pytest.raises(GuardError, match=f"had written in place to {words}"), guard(model, fails) as run:
+        run(SECOND)
+
+
+def test_memory_that_data_was_set_to_is_taken_back():
+    model, fails = full_once(in_new_memory)
+    plain, _ = full_once(in_new_memory)
+    step(plain, SECOND).backward()
+
+    with guard(model, fails) as run:
+        run(SECOND)
+
+    assert len(run.attempts) == 1
+    assert torch.equal(model.own.weight.grad, plain.own.weight.grad)
+    assert torch.equal(model.other.weight, plain.other.weight)
+
+
 # ------------------------------------------------------------------------------------------------- what is not ours
 
 

@@ -16,6 +16,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.step import held_within, is_iterator
 from torchremat.measuring.untouched import Buffers, RandomNumbers
+from torchremat.measuring.writes import Place, is_plain
 from torchremat.planning.guarding.gradients import Gradients
 from torchremat.state.holders import looks_after_itself
 from torchremat.state.reach import reach
@@ -72,7 +73,9 @@ def _state_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[int, in
 #     registered state      `extend.register`                                              restored
 #     gradients             see NOTE [ Gradients of a step that is run again ]             left out
 #     optimizer's state     the same tensors at the same versions                          changed: not run again
-#     parameters, batch     their versions are watched                                     moved: not run again
+#     parameters, batch,    their versions are watched                                     moved: not run again
+#     other tensors of      `.data` that was set to other memory                           their own memory again
+#     the modules
 
 
 class StepState:
@@ -81,7 +84,8 @@ class StepState:
     Args:
         modules: All modules that the step runs, each once.
         leaves: All leaves that its backward gives gradients to.
-        tensors: The batch, and other tensors that the step only reads.
+        tensors: The batch, and other tensors that the step only reads. So are all that the modules hold, buffers aside:
+            parameters without grad, as a teacher has, are not among the leaves.
         objects: The arguments that are not tensors.
         guard: Further objects, as `checkpoint(guard=...)` takes them.
         optimizers: All optimizers that the step can reach.
@@ -111,11 +115,14 @@ class StepState:
                 world.skip(one)
         reach(world, guard, are_named=True)
         reach(world, objects, are_arguments=True)
-        read = {id(one): one for one in (*leaves, *tensors, *world.tensors)}
         named = [one for one in world.tensors if id(one) in world.named]
         self._named = list(zip(named, again(named), strict=True))
-        self._read = [Versioned(one) for key, one in read.items() if key not in world.named]
         reach(world, modules)
+        restored = world.named.union(id(one) for module in modules for one in module.buffers(recurse=False))
+        read = {id(one): one for one in (*leaves, *tensors, *world.tensors) if one.is_leaf}
+        self._read = [Versioned(one) for key, one in read.items() if key not in restored]
+        with hiding():
+            self._places = [Place(one.tensor) for one in self._read if is_plain(one.tensor)]
         self._world = Snapshot(world, guard, backs_up=False)
 
     def held_bytes(self, device: torch.device) -> int:
@@ -146,6 +153,8 @@ class StepState:
         """Restore the state from before the step; for gradients see NOTE [ Gradients of a step that is run again ]."""
         with uninterrupted(), hiding():
             self.gradients.put_back()
+            for place in self._places:
+                place.put_back()
             self.buffers.put_back()
             self._random.put_back()
             self._registered.put_back()

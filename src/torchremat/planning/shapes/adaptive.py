@@ -311,7 +311,11 @@ class Adaptive(Generic[B]):
         if optimizer_peak > self._limit_bytes:
             reserved_bytes = self.budget_bytes - self._limit_bytes
             return optimizer_alone(
-                self.budget_bytes, self._budget, peak_bytes=optimizer_peak, reserved_bytes=reserved_bytes
+                self.budget_bytes,
+                self._budget,
+                self._optimizer,
+                peak_bytes=optimizer_peak,
+                reserved_bytes=reserved_bytes,
             )
         smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
         what = "was not run" if self._over == "raise" else "runs under the plan that needs least"
