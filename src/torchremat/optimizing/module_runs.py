@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.frames import running
 from torchremat.measuring.storages import address_of
-from torchremat.regions.threads import Now, thread
 
 # NOTE [ A call that is left without hooks ]
 #
-# A recompute that has all it needs leaves the modules that run by a BaseException, and torch then runs no hooks, not
-# those with `always_call` either. So a call is known by the recompute in which it was made, and is over when another
-# one runs that is not nested in it, or none.
+# The end of a recompute, a KeyboardInterrupt and any other BaseException that is no Exception leave the modules that run,
+# and torch then runs no hooks, not those with `always_call` either. So a call is known by its frame, and is over when
+# that is no longer on the stack. It is asked for at the next save, module or parameter that comes in: no code of ours
+# runs before.
 
 
 class ModuleRun(NamedTuple):
@@ -29,20 +31,19 @@ class ModuleRun(NamedTuple):
         has_pushed: Whether hooks for its saved tensors were set.
         parameters: The parameters that are in memory for it, by the address of their memory.
         claims: The ids of the parameters that take part.
-        now: The state of the recompute in which it was made, or of the thread.
+        frame: Where torch makes the call; None if it is compiled.
     """
 
     module: nn.Module
     has_pushed: bool
     parameters: dict[int, Tensor]
     claims: list[int]
-    now: Now
+    frame: FrameType | None
 
     @property
     def is_over(self) -> bool:
-        """Whether its recompute has ended. See NOTE [ A call that is left without hooks ]."""
-        now = thread.now
-        return self.now is not now and self.now.recomputing >= max(now.recomputing, 1)
+        """Whether it has been left. See NOTE [ A call that is left without hooks ]."""
+        return self.frame is not None and all(one is not self.frame for one in running())
 
     def claim(self, parameter: Tensor, claims: Counter[int]) -> None:
         """Let a parameter take part; `claims` counts in how many calls each does."""

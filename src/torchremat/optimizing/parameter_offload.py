@@ -37,6 +37,7 @@ from torchremat._compat.sharding import data_parallel_around, is_managed
 from torchremat._compat.transforms import is_transformed, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.storages import address_of
@@ -45,7 +46,6 @@ from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, set
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
-from torchremat.regions.threads import thread
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
 from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, put_away
@@ -229,13 +229,12 @@ class ParameterOffload:
         """Bring the parameters of a module back, which begins to run."""
         _check_around(module)
         self._close_left()
-        if self._runs.open and self._runs.open[0].module is module:
-            self._close(0)  # a KeyboardInterrupt runs no hooks
         # Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
         pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
         if pushes:
             push_saved_tensor_hooks(except_traced(self._pack), _unpack)
-        run = ModuleRun(module, pushes, {}, [], thread.now)
+        frame = next((one for one in running() if one.f_code is MODULE_CALL), None)
+        run = ModuleRun(module, pushes, {}, [], frame)
         self._runs.open.append(run)
         for one in module.parameters(is_whole):
             own = without_wrappers(one)  # `functional_call` under a transform
@@ -257,11 +256,12 @@ class ParameterOffload:
                 self._give_rest()
 
     def _close_left(self) -> None:
-        """End the calls that a recompute has left. See NOTE [ A call that is left without hooks ]."""
-        self._close(next((number for number, run in enumerate(self._runs.open) if run.is_over), len(self._runs.open)))
+        """End the calls that are over. See NOTE [ A call that is left without hooks ]."""
+        while self._runs.open and self._runs.open[-1].is_over:
+            self._close(len(self._runs.open) - 1)
 
     def _close(self, number: int) -> None:
-        """End a call, and all calls inside of it that were interrupted."""
+        """End a call, and all calls inside of it."""
         while len(self._runs.open) > number:
             run = self._runs.open.pop()
             top = top_saved_tensor_hooks(True)
@@ -274,6 +274,7 @@ class ParameterOffload:
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
+        self._close_left()
         address = address_of(tensor.untyped_storage()) if type(tensor) in PLAIN_CLASSES else -1
         for run in reversed(self._runs.open):
             parameter = run.parameters.get(address)
