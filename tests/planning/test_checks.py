@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -37,10 +39,10 @@ def sgd(parameters):
     return SGD(parameters, lr=1e-3)
 
 
-def planned(optimizer=None, budget="60%"):
+def planned(optimizer=None, budget="60%", **options):
     model = Net()
     given = None if optimizer is None else optimizer(model.parameters())
-    torchremat.plan(model, step, budget=budget, cost="flops", operators=False, optimizer=given).apply(model)
+    torchremat.plan(model, step, budget=budget, cost="flops", operators=False, optimizer=given, **options).apply(model)
     return model
 
 
@@ -66,6 +68,31 @@ def test_an_optimizer_that_the_plan_does_not_know_is_told():
     assert (
         "the model is trained by AdamW, which has 1.51 MiB of state, and the plan was made without an optimizer" in said
     )
+
+
+def lbfgs(parameters):
+    optimizer = torch.optim.LBFGS(parameters, history_size=1, max_iter=1)
+    optimizer.step = partial(optimizer.step, lambda: torch.ones(()))
+    return optimizer
+
+
+def two(parameters):
+    first, *rest = parameters
+    one, other = AdamW([first]), AdamW(rest)
+    one.register_step_post_hook(lambda *_: other.step())
+    return one
+
+
+@pytest.mark.parametrize("made", [lbfgs, two])
+def test_the_advice_for_an_optimizer_that_cannot_be_planned_with_can_be_followed(made):
+    # It was to plan with it, which is refused for LBFGS; of several optimizers only one can be given.
+    model = planned(budget="100%")
+    (said,) = told(model, made(list(model.parameters())))
+    margin = re.search(r"whose step runs by itself; for the rest give `margin=(\d+)`", said)[1]
+
+    model = planned(budget="100%", margin=int(margin))
+
+    assert told(model, made(list(model.parameters()))) == []
 
 
 def test_state_that_is_more_than_was_planned_is_told():

@@ -21,6 +21,7 @@ from torchremat._compat.autograd import current_graph_task
 from torchremat._compat.sharding import data_parallel_around
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
+from torchremat.measuring.optimizers import steps_alone
 from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
 from torchremat.planning.sounded import Soundings
 from torchremat.planning.trained import Trained
@@ -161,9 +162,15 @@ class Checks:
                 if self._counted.has_optimizer
                 else "the plan was made without an optimizer"
             )
+            optimizers = self._trained.optimizers
+            if len(optimizers) == 1 and steps_alone(optimizers[0]):
+                advice = "Plan with the optimizer that trains, `optimizer=`."
+            else:
+                advice = (
+                    f"A plan counts one optimizer whose step runs by itself; for the rest give `margin={more_bytes}`."
+                )
             warn(
-                f"{name} is trained by {kinds}, which has {has}, and {counted}: {self._sum(more_bytes)}. Plan with the "
-                "optimizer that trains, `optimizer=`.",
+                f"{name} is trained by {kinds}, which has {has}, and {counted}: {self._sum(more_bytes)}. {advice}",
                 PlanWarning,
             )
         elif state_bytes < _LITTLE * planned_bytes and self._counted.recomputes:
