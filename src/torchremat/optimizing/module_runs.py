@@ -17,10 +17,10 @@ from torchremat.measuring.storages import address_of
 
 # NOTE [ A call that is left without hooks ]
 #
-# The end of a recompute, a KeyboardInterrupt and any other BaseException that is no Exception leave the modules that run,
-# and torch then runs no hooks, not those with `always_call` either. So a call is known by its frame, and is over when
-# that is no longer on the stack. It is asked for at the next save, module or parameter that comes in: no code of ours
-# runs before.
+# The end of a recompute, a KeyboardInterrupt and any other BaseException that is no Exception leave the modules that
+# run, and torch then runs no hooks, not those with `always_call` either. So a call is known by its frame, and is over
+# when that is no longer on the stack. This is asked at the next save, module or parameter that comes in: no code of
+# ours runs before.
 
 
 class ModuleRun(NamedTuple):
