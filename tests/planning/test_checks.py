@@ -112,6 +112,21 @@ def test_state_that_was_planned_and_is_not_there_is_told():
     assert "after `offload_optimizer` if its state waits in a store" in said
 
 
+def test_parameters_of_a_transform_are_not_looked_at():
+    # The first call after an optimizer's step compares its state, and here raised: "Cannot access storage of ...".
+    model = planned(sgd)
+    step(model).backward()
+    sgd(model.parameters()).step()
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, (X,)).square().mean()
+
+    found = torch.func.grad(loss_of)({name: one.detach() for name, one in model.named_parameters()})
+
+    expected = torch.autograd.grad(step(model), [*model.parameters()])
+    assert all(map(torch.equal, found.values(), expected))
+
+
 def test_state_for_which_the_budget_has_room_is_not_told():
     model = planned(budget="64MiB")
 

@@ -235,7 +235,9 @@ class ParameterOffload:
         frame = next((one for one in running() if one.f_code is MODULE_CALL), None)
         run = ModuleRun(module, hooks, {}, [], frame)
         self._runs.open.append(run)
-        for one in module.parameters(is_whole):
+        # Their kernels for inference are not run where a tensor of a child overrides functions, as if it is away.
+        is_fused = isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) and not module.training
+        for one in module.parameters(is_whole or is_fused):
             own = without_wrappers(one)  # `functional_call` under a transform
             if own.nbytes >= self._min_bytes:
                 with self._lock:

@@ -19,6 +19,7 @@ from torch import nn
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import current_graph_task
 from torchremat._compat.sharding import data_parallel_around
+from torchremat._compat.transforms import is_transformed
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.optimizers import steps_alone
@@ -282,8 +283,11 @@ class PlannedScope(Scope):
 
 
 def _is_a_step() -> bool:
-    """Return whether a step of the user's begins, not a recompute by a checkpoint around the model."""
-    return not is_rehearsing() and current_graph_task() == -1
+    """Return whether a step of the user's begins, not a recompute by a checkpoint around the model.
+
+    Under a transform the parameters may be others, whose memory cannot be asked for.
+    """
+    return not (is_rehearsing() or is_transformed()) and current_graph_task() == -1
 
 
 def _named(root: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
@@ -129,3 +129,11 @@ class Settings:
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
         object.__setattr__(self, "decisions", {})  # by operator, if the policy depends on nothing else
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Leave out what is known of operators, which cannot be pickled, and of forwards: a copy has run none."""
+        return _settings_of, ({one.name: getattr(self, one.name) for one in fields(self) if one.init},)
+
+
+def _settings_of(options: dict[str, Any]) -> Settings:
+    return Settings(**options)
