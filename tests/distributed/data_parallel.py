@@ -2,12 +2,16 @@
 
 from functools import partial
 
+import pytest
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.comparing import compare, held
-from distributed.models import looped, net, partly_frozen, siamese, some, tied
+import torchremat
+from distributed.comparing import Run, compare, held
+from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied
 from probes.regions import CallDecision, RegionPlace, Scope, Settings, set_forward
-from torchremat import checkpoint, wrap
+from regions.comparing import equal
+from torchremat import UnsupportedError, checkpoint, wrap
 
 parallel = DistributedDataParallel
 
@@ -114,6 +118,50 @@ def accumulation_without_sync():
     compare(net, [parallel], [wrapped, parallel], calls=[12, 12, 12], micros=3)
 
 
+def begun(model):
+    """Has run its first backward, which shows the graph."""
+    model(batch(dist.get_rank(), 99)).square().sum().backward()
+    model.zero_grad()
+    return model
+
+
+def planned(model):
+    x = batch(dist.get_rank(), 0)
+    plan = torchremat.plan(model, lambda model: model(x).square().sum(), budget="min", cost="flops", operators=False)
+    plan.apply(model)
+    return model
+
+
+def static_graph_without_sync():
+    compare(net, [static, begun], [wrapped, static, begun], calls=[14, 14, 14], micros=3)
+
+
+def unused_parameters_without_sync():
+    compare(some, [finds_unused], [wrapped, finds_unused], calls=[12, 12, 0], micros=3)
+
+
+def planned_unused_parameters():
+    plain, own = Run(some, finds_unused, micros=3), Run(some, finds_unused, planned, micros=3)
+    assert equal(own.grads, plain.grads) and sum(own.calls) > sum(plain.calls)
+
+
+def planned_static_graph():
+    plain, own = Run(net, static, begun, micros=3), Run(net, static, begun, planned, micros=3)
+    assert equal(own.grads, plain.grads) and sum(own.calls) > sum(plain.calls)
+
+
+def refused_static_graph(model):
+    # The first was an internal error of torch; after the second each process trained with its own gradients.
+    for one in (model, model.module):
+        with pytest.raises(UnsupportedError, match=r"static_graph=True\) learns the graph in its first backward"):
+            planned(one)
+    return model
+
+
+def planned_before_the_graph_is_known():
+    compare(net, [static], [static, refused_static_graph], calls=[2, 2, 2])
+
+
 def bytes_between_forward_and_backward():
     held(lambda *ways: [*ways, parallel], wrapped)
 
@@ -138,6 +186,11 @@ CASES = {
         frozen_parameters,
         blocks_called_twice_on_different_tensors,
         accumulation_without_sync,
+        static_graph_without_sync,
+        unused_parameters_without_sync,
+        planned_unused_parameters,
+        planned_static_graph,
+        planned_before_the_graph_is_known,
         bytes_between_forward_and_backward,
     )
 }

@@ -187,6 +187,30 @@ def test_buffers_that_cannot_be_written_or_have_nan_or_another_shape():
     assert module.none is None
 
 
+def test_the_sign_of_a_zero_is_put_back():
+    # -0.0 equals 0.0, and a write through `.data` leaves the version alone: the buffer stayed as the step had made it.
+    model = nn.BatchNorm1d(2)
+
+    with untouched(model):
+        model.running_mean.data.neg_()
+
+    assert not model.running_mean.signbit().any()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_buffer(kind):
+    # `torch.equal` knows no sparse tensors, so a model with one could be neither measured nor planned.
+    model = nn.Linear(3, 3)
+    model.register_buffer("graph", getattr(torch.eye(3), kind)())
+    before = model.graph
+
+    with untouched(model):
+        model.graph.values().mul_(2) if kind != "to_sparse" else model.graph._values().mul_(2)
+
+    assert model.graph is before and torch.equal(model.graph.to_dense(), torch.eye(3))
+
+
 def test_a_buffer_made_in_inference_mode():
     module = nn.Module()
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from optimizing.chains import LAYERS, chain, forward, gradients, stored, train, values
 from optimizing.loops import equal
-from torchremat import Host, UnsupportedError, offload_parameters
+from torchremat import Host, UnsupportedError, checkpoint, offload_parameters
 
 X = torch.ones(4, 256)
 
@@ -321,7 +321,27 @@ def test_of_two_that_are_read_together_none_leaves():
     assert [type(first), type(second)] == [nn.Parameter, nn.Parameter]
 
 
-def test_an_interrupted_forward_leaves_no_hooks():
+@pytest.mark.parametrize("places", ["forward_pre", "forward"])
+def test_an_interrupted_forward_leaves_no_hooks(places):
+    # torch runs no hooks after a KeyboardInterrupt, so ours for saved tensors saw all other models until this one ran.
+    (model, _), (plain, _) = chain(Host()), chain()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = getattr(model[2][0], f"register_{places}_hook")(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model)
+    hook.remove()
+    gradients(plain)
+
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert len(stored(model)) == LAYERS
+    assert equal(gradients(model), gradients(plain))
+
+
+def test_an_interrupt_below_the_hooks_of_others_leaves_none():
+    # Ours lay below those of the region in which the next forward ran, and could not be taken away there.
     (model, _), (plain, _) = chain(Host()), chain()
 
     def interrupt(*_):
@@ -331,10 +351,27 @@ def test_an_interrupted_forward_leaves_no_hooks():
     with pytest.raises(KeyboardInterrupt):
         forward(model)
     hook.remove()
+    checkpoint(forward, model).backward()
+    gradients(plain)
 
-    assert equal(gradients(model), gradients(plain))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert len(stored(model)) == LAYERS
+
+
+def test_the_hooks_around_an_interrupted_forward_go_as_well():
+    # Their block takes away ours, which lie on top.
+    (model, _), (plain, _) = chain(Host()), chain()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model[2][0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.autograd.graph.save_on_cpu():
+        forward(model)
+    hook.remove()
+    gradients(plain)
+    gradients(model)
+
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_a_hook_that_raises_before_ours_ends_no_call_around():

@@ -1,9 +1,12 @@
 """Gradients that are freed in the backward."""
 
+import contextlib
 import gc
+import random
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -373,6 +376,21 @@ def test_an_optimizer_whose_parts_are_not_its_step_is_refused(kind, words):
 
     assert [p._version for p in model.parameters()] == versions
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [adamw, Noisy])
+def test_a_trial_of_an_optimizer_draws_no_numbers_and_seeds_no_generator(kind, monkeypatch):
+    # It seeded the generators of all devices, and restored those of the CPU and of devices with parameters.
+    model = net()
+    optimizer = kind(p for p in model.parameters()) if kind is Noisy else kind(model)
+    monkeypatch.setattr(torch, "manual_seed", None)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+    with contextlib.suppress(UnsupportedError):
+        release_gradients(model, optimizer)
+
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
 
 
 def test_an_optimizer_around_another_is_refused_with_the_inner_ones_name():

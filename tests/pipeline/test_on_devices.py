@@ -138,3 +138,22 @@ def test_what_a_device_keeps_counts_once_for_all_its_stages():
     (plan,), (peak_bytes,) = planned([torch.device("cuda", 0)] * 2, BALANCES[2])
 
     assert peak_bytes <= plan.peak_bytes < peak_bytes + 2**25  # a workspace has 32 MiB
+
+
+def test_what_is_there_before_a_step_counts_once():
+    # The profile of a stage found the batch and the other stage of its device, too, and took them for memory that the
+    # device keeps: 56 MiB on the first one, of a batch of 16 MiB and two weights with their gradients.
+    first, other = devices(2)
+    layers = [nn.Linear(2**16, 64, bias=False), nn.Linear(64, 2**16, bias=False), nn.Linear(2**16, 64, bias=False)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=[first, first, other], chunks=2, checkpoint="never")
+    x = torch.rand(64, 2**16, device=first)
+
+    def step(pipe):
+        return pipe(x).square().mean()
+
+    step(pipe).backward()  # gradients and workspaces are there
+    plans = plan_stages(pipe, step, budget="100%", cost="flops")
+
+    for plan, place in zip(plans.devices, (first, other), strict=True):
+        found = torch.cuda.memory_allocated(place)
+        assert found <= plan.before_bytes + plan.boundary_bytes < found + 2**22  # slack of the allocator

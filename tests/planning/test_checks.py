@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -37,10 +39,10 @@ def sgd(parameters):
     return SGD(parameters, lr=1e-3)
 
 
-def planned(optimizer=None, budget="60%"):
+def planned(optimizer=None, budget="60%", **options):
     model = Net()
     given = None if optimizer is None else optimizer(model.parameters())
-    torchremat.plan(model, step, budget=budget, cost="flops", operators=False, optimizer=given).apply(model)
+    torchremat.plan(model, step, budget=budget, cost="flops", operators=False, optimizer=given, **options).apply(model)
     return model
 
 
@@ -68,6 +70,31 @@ def test_an_optimizer_that_the_plan_does_not_know_is_told():
     )
 
 
+def lbfgs(parameters):
+    optimizer = torch.optim.LBFGS(parameters, history_size=1, max_iter=1)
+    optimizer.step = partial(optimizer.step, lambda: torch.ones(()))
+    return optimizer
+
+
+def two(parameters):
+    first, *rest = parameters
+    one, other = AdamW([first]), AdamW(rest)
+    one.register_step_post_hook(lambda *_: other.step())
+    return one
+
+
+@pytest.mark.parametrize("made", [lbfgs, two])
+def test_the_advice_for_an_optimizer_that_cannot_be_planned_with_can_be_followed(made):
+    # It was to plan with it, which is refused for LBFGS; of several optimizers only one can be given.
+    model = planned(budget="100%")
+    (said,) = told(model, made(list(model.parameters())))
+    margin = re.search(r"whose step runs by itself; for the rest give `margin=(\d+)`", said)[1]
+
+    model = planned(budget="100%", margin=int(margin))
+
+    assert told(model, made(list(model.parameters()))) == []
+
+
 def test_state_that_is_more_than_was_planned_is_told():
     model = planned(sgd)
 
@@ -83,6 +110,21 @@ def test_state_that_was_planned_and_is_not_there_is_told():
 
     assert "trained by SGD, which has no state, and the plan has counted 1.51 MiB" in said
     assert "after `offload_optimizer` if its state waits in a store" in said
+
+
+def test_parameters_of_a_transform_are_not_looked_at():
+    # The first call after an optimizer's step compares its state, and here raised: "Cannot access storage of ...".
+    model = planned(sgd)
+    step(model).backward()
+    sgd(model.parameters()).step()
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, (X,)).square().mean()
+
+    found = torch.func.grad(loss_of)({name: one.detach() for name, one in model.named_parameters()})
+
+    expected = torch.autograd.grad(step(model), [*model.parameters()])
+    assert all(map(torch.equal, found.values(), expected))
 
 
 def test_state_for_which_the_budget_has_room_is_not_told():

@@ -131,6 +131,47 @@ def test_what_is_saved_for_a_graph_that_is_dropped_is_not_counted():
     assert needed_bytes == profile.sizes[2].inside_bytes == 64 * 64 * 4
 
 
+class Leaves(nn.Module):
+    """Leaves a tensor that autograd saves in it for the code behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        self.left = self.wide(x).tanh()
+        return self.narrow(self.left)
+
+
+class TakesWhatIsLeft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves() for _ in range(3))
+
+    def forward(self, x):
+        for one in self.blocks:
+            x = one(x)
+            left = one.left.detach()
+            one.left = None
+            x = x + torch.cat([left * 2] * 8, 1).mean()  # the peak, while `left` is there
+            del left
+        return x
+
+
+def test_what_code_behind_a_unit_takes_and_lets_go_counts_once():
+    # It went before the next call, so it was taken to end with the unit, and counted twice where the unit is kept.
+    torch.manual_seed(0)
+    model, x = TakesWhatIsLeft(), inputs()
+
+    def step(model):
+        return square(model(x))
+
+    profile = blocks(model, step)
+    found = off(model, step, profile, trees_over(profile, 0, 3), outcome(model, step))
+
+    assert [both for both in found.values() if both[0] != both[1]] == []
+
+
 class Parts(nn.Module):
     """Two stacks of blocks, used as `use` says."""
 

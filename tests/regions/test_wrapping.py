@@ -16,6 +16,7 @@ from probes.regions import is_wrapped, matching
 from regions.comparing import Counted, equal, live_regions, result
 from regions.distributed import Block, net, train
 from torchremat import UnsupportedError, WrapError, unwrap, wrap
+from torchremat.policies import save_matmuls, save_operators
 
 
 def trains_as_plain(wrapped, plain):
@@ -188,6 +189,18 @@ def test_copies_run_their_own_weights(way):
     assert trains_as_plain(copied, plain)
     assert [layer.calls.value for layer in copied.layers] == [2] * 4
     assert all("forward" not in vars(layer) for layer in unwrap(copied).layers)
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, save_operators("aten.tanh") | ~save_matmuls], ids=["one", "joined"])
+def test_a_model_with_a_policy_is_copied_and_pickled_after_it_has_run(policy):
+    # What the policy had answered for each operator was pickled too, and operators cannot be.
+    model = wrap(net(), "layers.*", policy=policy)
+    trains_as_plain(model, net())
+    plain = net()
+
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        plain.load_state_dict(copied.state_dict())
+        assert all(map(is_wrapped, copied.layers)) and trains_as_plain(copied, plain)
 
 
 def test_a_copied_layer_alone():

@@ -158,6 +158,11 @@ def data_parallel_around() -> nn.Module | None:
     return cast("nn.Module | None", active)  # a variable, so read now
 
 
+def awaits_static_graph(module: nn.Module) -> bool:
+    """Return whether a DistributedDataParallel learns a static graph in its next backward."""
+    return not getattr(module, "_static_graph_delay_allreduce_enqueued", True)
+
+
 def is_hook_of_fsdp(hook: object) -> bool:
     """Return whether a forward pre-hook is FSDP2's own."""
     return getattr(hook, "__module__", None) == _FSDP_MODULE

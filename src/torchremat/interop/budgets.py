@@ -16,7 +16,6 @@ and the training would no longer be the same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torchremat.errors import TorchrematError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
 from torchremat.interop.request import BudgetRequest, Words
-from torchremat.measuring.optimizers import optimizers_in, with_wrapped
+from torchremat.measuring.optimizers import optimizers_in, steps_alone, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
@@ -287,17 +286,12 @@ def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is None:
-        return
-    try:
-        # A scheduler puts a function in place of the method, whose signature has `self`.
-        inspect.signature(type(optimizer).step).bind(optimizer)
-    except TypeError as error:
+    if optimizer is not None and not steps_alone(optimizer):
         raise UnsupportedError(
             f"{type(optimizer).__name__} runs the training step itself, and several times, so its bytes cannot be "
             "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
             "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
-        ) from error
+        )
 
 
 def _check_releases(request: BudgetRequest, training: Training) -> None:

@@ -31,7 +31,7 @@ class Keeping(Observer):
         slot = region.slots[-1]()
         if slot is not None:
             own = cast("Region", region)
-            slot.put(_FORWARD, None, tensor if tensor.is_leaf else own.detached(tensor))
+            slot.put(_FORWARD, None, own.detached(tensor))  # See NOTE [ What is handed back to autograd ]
 
     def ended(self, region: Recomputable, call: int, output: object) -> None:
         """Let them stay, and drop the ones of the step before."""

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from torchremat._compat.sharding import is_sharded
+from torchremat._compat.sharding import awaits_static_graph, is_sharded
+from torchremat.errors import UnsupportedError
 
 
 def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> int:
@@ -50,12 +51,34 @@ def is_data_parallel(module: nn.Module) -> bool:
 
 def is_reduced_in_buckets(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether a DistributedDataParallel, wherever it is, has one of these parameters."""
+    return bool(_data_parallels_of(parameters))
+
+
+def check_static_graphs(models: Iterable[nn.Module]) -> None:
+    """Raise if a backward that is run to plan or to measure would be taken for the first one of the training.
+
+    DistributedDataParallel counts the gradients of its first backward if the graph is static, also of one that begins
+    in the module inside. After another backward it waits for them in vain, and reduces nothing.
+
+    Raises:
+        UnsupportedError: A DistributedDataParallel with a static graph has the parameters, and no backward has run.
+    """
+    if any(map(awaits_static_graph, _data_parallels_of(one for model in models for one in model.parameters()))):
+        raise UnsupportedError(
+            "DistributedDataParallel(static_graph=True) learns the graph in its first backward, and would take the one "
+            "that is run here for it, and reduce no gradients later. Plan or measure after the first training step, or "
+            "the model before it is put into it."
+        )
+
+
+def _data_parallels_of(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
+        return []
     own = set(map(id, parameters))
     # An instance refers to its class. The module inside of one does not know it.
     instances = (one for one in gc.get_referrers(nn.parallel.DistributedDataParallel) if isinstance(one, nn.Module))
-    return any(id(one) in own for module in instances if is_data_parallel(module) for one in module.parameters())
+    found = [one for one in instances if is_data_parallel(one)]
+    return [module for module in found if any(id(one) in own for one in module.parameters())]
 
 
 def _own(module: nn.Module) -> Iterable[nn.Parameter]:

@@ -7,6 +7,7 @@ that steps on some of the same parameters.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +60,16 @@ def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
     outer, inner = optimizers[0], optimizers[-1]
     names = [name for name, one in vars(outer).items() if one is inner]
     return f"the {type(inner).__name__} that it wraps{f' (its `{names[0]}`)' if names else ''}"
+
+
+def steps_alone(optimizer: Optimizer) -> bool:
+    """Return whether a step needs no closure, as that of LBFGS does."""
+    try:
+        # A scheduler puts a function in place of the method, whose signature has `self`.
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        return False
+    return True
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., object]:

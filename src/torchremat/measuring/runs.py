@@ -20,6 +20,7 @@ from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
+from torchremat.measuring.communication import check_static_graphs
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.lines import OperatorLines, OperatorStart
 from torchremat.measuring.modules import has_compiled, module_stack
@@ -204,12 +205,15 @@ def subject_of(
 
     Raises:
         StepError: An argument is not a model, step or optimizer, or a parameter has no values to run with.
+        UnsupportedError: See `check_static_graphs`.
     """
     check_arguments(step, model, optimizer, needs_model=needs_model)
     holdings = holdings_of(step)
     models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
     for root in models.values():
         check_materialised(root, needs_values=needs_values)
+    if needs_values:
+        check_static_graphs(models.values())
     if model is not None and optimizer is not None:
         check_steps_on(optimizer, (*holdings.tensors, *(one for root in models.values() for one in root.parameters())))
     return Subject(

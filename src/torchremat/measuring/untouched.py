@@ -37,11 +37,12 @@ from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
-from torchremat.measuring.writes import Known, Looking, Writes, same_bytes
+from torchremat.measuring.writes import Known, Looking, Writes
 from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.copies import same_bits
 from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned
 
@@ -235,12 +236,12 @@ class Buffers:
             module._buffers.update(table)
         for had, copy in self._copies:
             buffer = had.tensor
-            if had.is_written or not same_bytes(buffer, copy):
+            if had.is_written or not same_bits(buffer, copy):
                 # A user's graph may have saved this buffer. Its values are as before, so neither this write nor the
                 # step's writes may count as a change: it is written through `.data`, and the version restored.
-                if buffer.shape == copy.shape:
+                if buffer.shape == copy.shape and buffer.layout is not torch.sparse_coo:
                     buffer.data.copy_(copy)
-                else:
+                else:  # `copy_` would give a sparse `.data` parts of its own
                     buffer.data = copy.clone()  # the copy may be needed again
                 had.reset()
 

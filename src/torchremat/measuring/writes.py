@@ -37,6 +37,7 @@ from torchremat.state.backups import SMALL_BYTES
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.world import World
+from torchremat.tensors.copies import same_bits
 from torchremat.tensors.parts import is_wrapper
 from torchremat.tensors.versioned import Versioned
 
@@ -184,20 +185,13 @@ class HostCopies:
         written: list[Tensor] = []
         for had, copied in self._copies.values():
             tensor = had.tensor
-            if not had.is_written and same_bytes(tensor.detach().to("cpu"), copied):
+            # Writes through `.data` or NumPy leave the version alone.
+            if not had.is_written and same_bits(tensor.detach().to("cpu"), copied):
                 continue
             written.append(tensor)
             tensor.data.copy_(copied)
             had.reset()
         return written
-
-
-def same_bytes(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether two tensors have the same values; NaN equals NaN here."""
-    # Writes through `.data` or NumPy leave the version alone.
-    if tensor.shape != copy.shape:
-        return False
-    return torch.equal(tensor, copy) or bool(torch.all((tensor == copy) | ((tensor != tensor) & (copy != copy))))
 
 
 class Looking(EagerMode):

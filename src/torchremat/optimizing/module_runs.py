@@ -5,20 +5,34 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from torchremat._compat.autograd import (
+    current_graph_task,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
+from torchremat._compat.modes import except_traced
+from torchremat._compat.transforms import is_transformed
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.frames import running
 from torchremat.measuring.storages import address_of
-from torchremat.regions.threads import Now, thread
 
 # NOTE [ A call that is left without hooks ]
 #
-# A recompute that has all it needs leaves the modules that run by a BaseException, and torch then runs no hooks, not
-# those with `always_call` either. So a call is known by the recompute in which it was made, and is over when another
-# one runs that is not nested in it, or none.
+# The end of a recompute, a KeyboardInterrupt and any other BaseException that is no Exception leave the modules that
+# run, and torch then runs no hooks, not those with `always_call` either. So a call is known by its frame, and is over
+# when that is no longer on the stack. This is asked at the next save, module or parameter that comes in: no code of
+# ours runs before.
+
+_OURS = __name__.partition(".")[0] + "."
 
 
 class ModuleRun(NamedTuple):
@@ -26,23 +40,22 @@ class ModuleRun(NamedTuple):
 
     Attributes:
         module: The module.
-        has_pushed: Whether hooks for its saved tensors were set.
+        hooks: Those for saved tensors that were set for it; None if none were.
         parameters: The parameters that are in memory for it, by the address of their memory.
         claims: The ids of the parameters that take part.
-        now: The state of the recompute in which it was made, or of the thread.
+        frame: Where torch makes the call; None if it is compiled.
     """
 
     module: nn.Module
-    has_pushed: bool
+    hooks: SetHooks | None
     parameters: dict[int, Tensor]
     claims: list[int]
-    now: Now
+    frame: FrameType | None
 
     @property
     def is_over(self) -> bool:
-        """Whether its recompute has ended. See NOTE [ A call that is left without hooks ]."""
-        now = thread.now
-        return self.now is not now and self.now.recomputing >= max(now.recomputing, 1)
+        """Whether it has been left. See NOTE [ A call that is left without hooks ]."""
+        return self.frame is not None and all(one is not self.frame for one in running())
 
     def claim(self, parameter: Tensor, claims: Counter[int]) -> None:
         """Let a parameter take part; `claims` counts in how many calls each does."""
@@ -60,10 +73,76 @@ class ModuleRun(NamedTuple):
 
 
 class ModuleRuns(threading.local):
-    """The calls that run in a thread, innermost last."""
+    """The calls that run in a thread, innermost last.
+
+    Attributes:
+        open: The calls.
+        lost: Hooks of calls that are over, which lie below those of others, or below a backward.
+    """
 
     def __init__(self) -> None:
         self.open: list[ModuleRun] = []
+        self.lost: list[SetHooks] = []
+
+    def end_hooks(self, hooks: SetHooks | None) -> None:
+        """Take the hooks of a call that is over away, and those that could not be before."""
+        self.lost += [] if hooks is None else [hooks]
+        task = current_graph_task()
+        while self.lost:
+            pack, own_task = self.lost[-1]
+            top = top_saved_tensor_hooks(True)
+            if task >= 0 > own_task or (task == own_task and top is not None and not _is_of(top[0], pack)):
+                break  # a backward begins with the hooks of its thread, and leaves them as they were
+            if task == own_task and top is not None:
+                pop_saved_tensor_hooks()
+            self.lost.pop()
+
+
+class SetHooks(NamedTuple):
+    """Hooks for saved tensors that are set.
+
+    Attributes:
+        pack: The first of them.
+        task: The backward in which they were set, -1 for none.
+    """
+
+    pack: Callable[[Tensor], object]
+    task: int
+
+
+def _is_of(found: object, pack: object) -> bool:
+    # The block of other hooks, left by an interrupt, takes away what lies on top of them: those that hand on to them.
+    return found is pack or (isinstance(pack, partial) and pack.func is _packed and pack.args[0] is found)
+
+
+def set_hooks(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> SetHooks | None:
+    """Set hooks for saved tensors as a module begins, where `pack` and `unpack` are an offload's own.
+
+    Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays. See
+    NOTE [ What is handed back to autograd ].
+    """
+    top = top_saved_tensor_hooks(True)
+    if top is None:
+        hooks = None if is_transformed() else (except_traced(pack), unpack)
+    elif _module_of(top[1]).startswith(_OURS) or (isinstance(top[0], partial) and top[0].func is _packed):
+        hooks = None
+    else:
+        hooks = partial(_packed, top[0]), top[1]
+    if hooks is None:
+        return None
+    push_saved_tensor_hooks(*hooks)
+    return SetHooks(hooks[0], current_graph_task())
+
+
+def _packed(pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+    if type(tensor) is nn.Parameter:
+        with hiding():
+            tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return pack(tensor)
+
+
+def _module_of(hook: object) -> str:
+    return _module_of(hook.func) if isinstance(hook, partial) else str(getattr(hook, "__module__", ""))
 
 
 class ReturnOrder:

@@ -27,28 +27,30 @@ from torch.utils.hooks import RemovableHandle
 from torchremat._compat.autograd import (
     at_end_of_backward,
     current_graph_task,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    top_saved_tensor_hooks,
 )
 from torchremat._compat.dynamo import is_compiled, outside_graphs
-from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import data_parallel_around, is_managed
-from torchremat._compat.transforms import is_transformed, without_wrappers
-from torchremat.ambient.hidden import hiding
+from torchremat._compat.transforms import without_wrappers
 from torchremat.errors import UnsupportedError
+from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.storages import address_of
-from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, keeps_in_store
+from torchremat.optimizing.module_runs import (
+    ModuleHook,
+    ModuleRun,
+    ModuleRuns,
+    ReturnOrder,
+    keeps_in_store,
+    set_hooks,
+)
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
-from torchremat.regions.threads import thread
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
-from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, put_away
+from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, plainly, put_away
 from torchremat.tensors.handles import Store
 from torchremat.tensors.parts import PLAIN_CLASSES
 
@@ -190,7 +192,7 @@ class ParameterOffload:
             begins = self._ahead is None or handle_of(self._ahead) is None
             self._ahead = following if begins else self._ahead
         if handle is not None and begins:
-            with hiding():  # a policy of the region that runs
+            with plainly():  # no inference tensors; hidden from a policy of the region that runs
                 handle.prefetch()
 
     def end(self) -> None:
@@ -229,15 +231,13 @@ class ParameterOffload:
         """Bring the parameters of a module back, which begins to run."""
         _check_around(module)
         self._close_left()
-        if self._runs.open and self._runs.open[0].module is module:
-            self._close(0)  # a KeyboardInterrupt runs no hooks
-        # Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
-        pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
-        if pushes:
-            push_saved_tensor_hooks(except_traced(self._pack), _unpack)
-        run = ModuleRun(module, pushes, {}, [], thread.now)
+        hooks = set_hooks(self._pack, _unpack)
+        frame = next((one for one in running() if one.f_code is MODULE_CALL), None)
+        run = ModuleRun(module, hooks, {}, [], frame)
         self._runs.open.append(run)
-        for one in module.parameters(is_whole):
+        # Their kernels for inference are not run where a tensor of a child overrides functions, as if it is away.
+        is_fused = isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) and not module.training
+        for one in module.parameters(is_whole or is_fused):
             own = without_wrappers(one)  # `functional_call` under a transform
             if own.nbytes >= self._min_bytes:
                 with self._lock:
@@ -257,16 +257,16 @@ class ParameterOffload:
                 self._give_rest()
 
     def _close_left(self) -> None:
-        """End the calls that a recompute has left. See NOTE [ A call that is left without hooks ]."""
-        self._close(next((number for number, run in enumerate(self._runs.open) if run.is_over), len(self._runs.open)))
+        """End the calls that are over. See NOTE [ A call that is left without hooks ]."""
+        while self._runs.open and self._runs.open[-1].is_over:
+            self._close(len(self._runs.open) - 1)
+        self._runs.end_hooks(None)
 
     def _close(self, number: int) -> None:
-        """End a call, and all calls inside of it that were interrupted."""
+        """End a call, and all calls inside of it."""
         while len(self._runs.open) > number:
             run = self._runs.open.pop()
-            top = top_saved_tensor_hooks(True)
-            if run.has_pushed and top is not None and top[1] is _unpack:
-                pop_saved_tensor_hooks()
+            self._runs.end_hooks(run.hooks)
             with self._lock:
                 run.end(self._uses.claims)
                 # In a recompute, too: other code holds what its nodes need next.
@@ -274,6 +274,7 @@ class ParameterOffload:
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
+        self._close_left()
         address = address_of(tensor.untyped_storage()) if type(tensor) in PLAIN_CLASSES else -1
         for run in reversed(self._runs.open):
             parameter = run.parameters.get(address)

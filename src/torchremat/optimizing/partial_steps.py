@@ -28,7 +28,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
 from torchremat.optimizing.moving import StateMover
-from torchremat.optimizing.rehearsal import marked_rehearsal, undone
+from torchremat.optimizing.rehearsal import drop_state, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.stores.stored_parameters import Keeper
@@ -190,13 +190,12 @@ class PartialSteps:
                 self._rehearsed = _Rehearsed(task, options, groups_by_parameter(optimizer))
                 if task >= 0:
                     at_end_of_backward(self.end_rehearsal)
-            made = [one for one in parameters if one not in state]
+            made = without_state(state, parameters)
             with self._in_memory(optimizer, parameters):
                 with undone(state, parameters), _without_autocast(parameters[0].device):
                     step_on(optimizer, parameters, self._rehearsed.group_of)
                 self._rehearsed.options.put_back()
-            for one in made:
-                state.pop(one, None)
+            drop_state(state, made)
             if is_last and self._rehearsed.task < 0:
                 self.end_rehearsal()
 
@@ -223,7 +222,7 @@ class PartialSteps:
             yield
             return
         state = optimizer.state
-        made = [one for one in parameters_of([optimizer]) if one.requires_grad and one not in state]
+        made = without_state(state, (one for one in parameters_of([optimizer]) if one.requires_grad))
         try:
             options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
             for one in made:
@@ -234,8 +233,7 @@ class PartialSteps:
                     self.mover.put_away(state, [one])
             yield
         finally:
-            for one in made:
-                state.pop(one, None)
+            drop_state(state, made)
 
     def end_rehearsal(self) -> None:
         """End the parts that were run to be measured."""

@@ -7,7 +7,7 @@ is undone at once: values and state from copies, which lie in memory that no all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -69,6 +69,20 @@ def note_gradient(parameter: Tensor, gradient: Tensor) -> None:
         note(parameter, gradient)
 
 
+def without_state(state: dict[Any, Any], parameters: Iterable[Tensor]) -> dict[Tensor, bool]:
+    """Return the parameters that have no state yet, with whether code that looked for it has left an empty entry."""
+    return {one: one in state for one in parameters if not state.get(one)}
+
+
+def drop_state(state: dict[Any, Any], made: Mapping[Tensor, bool]) -> None:
+    """Drop the state that steps have made since `without_state` has returned `made`."""
+    for one, has_entry in made.items():
+        if has_entry:
+            state[one] = {}
+        else:
+            state.pop(one, None)
+
+
 @contextmanager
 def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[None]:
     """Undo what a step in the block does to some parameters, and to state that they had.
@@ -76,7 +90,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
     Raises:
         UnsupportedError: Their state has objects that cannot be copied one by one.
     """
-    before = {one: dict(dict.items(state[one])) for one in parameters if one in state}
+    before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
     held = [value for entries in before.values() for value in entries.values()]
     odd = [value for value in held if not isinstance(value, Tensor | int | float | str | bool | None)]
     if odd:

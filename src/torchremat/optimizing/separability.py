@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, bare_step, parameters_of, with_wrapped, words_for_wrapped
+from torchremat.measuring.untouched import RandomNumbers
 from torchremat.optimizing.groups import GroupOptions, groups_by_parameter, step_on
+from torchremat.tensors.copies import same_bits
 
 # torch's RAdam changes its formula at the sixth step.
 _STEPS = 7
@@ -39,13 +41,14 @@ def check_separable(optimizer: Optimizer) -> None:
         raise UnsupportedError(f"{name} does not step by itself. Hand over {words_for_wrapped(wrapped)}.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError(f"{name}(differentiable=True): its step is part of a graph, which parts of it are not.")
-    devices = {one.device for one in parameters_of([optimizer]) if one.device.type != "cpu"}
+    numbers = RandomNumbers()
     try:
-        with torch.random.fork_rng(list(devices)), torch.enable_grad():
+        with torch.enable_grad():
             whole, parts = _twin(optimizer), _twin(optimizer)
             for step in range(_STEPS):
                 _give_gradients(whole, step)
                 bare_step(whole)()
+                numbers.put_back()  # both draw the same
                 _give_gradients(parts, step)
                 _step_in_parts(parts)
     except Exception as error:
@@ -54,6 +57,8 @@ def check_separable(optimizer: Optimizer) -> None:
             f"{name}: whether parts of its step are the step must be tried on small parameters, which fails:{closure} "
             f"{type(error).__name__}: {str(error).rstrip('.')}. Keep its gradients and its state as they are."
         ) from error
+    finally:
+        numbers.put_back()
     found = _differences(whole, parts)
     if found:
         raise UnsupportedError(
@@ -64,8 +69,8 @@ def check_separable(optimizer: Optimizer) -> None:
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of the same class and options, without state, on small parameters."""
-    torch.manual_seed(0)
-    memo: dict[int, Any] = {id(one): _small(one) for one in parameters_of([optimizer])}
+    draws = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {id(one): _small(one, draws) for one in parameters_of([optimizer])}
     twin = object.__new__(type(optimizer))
     attributes = {name: one for name, one in vars(optimizer).items() if name not in _OURS and "_hooks" not in name}
     vars(twin).update(copy.deepcopy(attributes, memo), **{name: {} for name in vars(optimizer) if "_hooks" in name})
@@ -79,16 +84,20 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     return twin
 
 
-def _small(parameter: Tensor) -> nn.Parameter:
-    shape = [min(size, _ELEMENTS) for size in parameter.shape]
-    values = torch.randn(shape).to(device=parameter.device, dtype=parameter.dtype)
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+def _small(parameter: Tensor, draws: torch.Generator) -> nn.Parameter:
+    shape = torch.Size(min(size, _ELEMENTS) for size in parameter.shape)
+    return nn.Parameter(_drawn(shape, parameter, draws), requires_grad=parameter.requires_grad)
+
+
+def _drawn(shape: torch.Size, like: Tensor, draws: torch.Generator) -> Tensor:
+    # The global generators are the user's. To seed them takes a millisecond as well, for those of absent devices.
+    return torch.randn(shape, generator=draws).to(device=like.device, dtype=like.dtype)
 
 
 def _give_gradients(optimizer: Optimizer, step: int) -> None:
-    torch.manual_seed(step)
+    draws = torch.Generator().manual_seed(step)
     for one in parameters_of([optimizer]):
-        one.grad = torch.randn(one.shape).to(device=one.device, dtype=one.dtype) if one.requires_grad else None
+        one.grad = _drawn(one.shape, one, draws) if one.requires_grad else None
 
 
 def _step_in_parts(optimizer: Optimizer) -> None:
@@ -136,7 +145,7 @@ def _unlike(one: object, other: object, where: str) -> list[str]:
         inside = [found for place, pair in enumerate(pairs) for found in _unlike(*pair, f"{where}[{place}]")]
         return inside if len(one) == len(other) else [f"the length of {where}"]
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if torch.equal(one, other):
+        if same_bits(one, other):
             return []
         return [f"{where}, by up to {float((one.double() - other.double()).abs().max()):.1e}"]
     if isinstance(one, int | float | str) and one != other:

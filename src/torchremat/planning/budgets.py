@@ -168,7 +168,7 @@ def optimizer_alone(
 ) -> str:
     """Return the message for a budget below the peak of `optimizer.step()`, which no plan lowers.
 
-    `size` is the budget in bytes, `budget` as it was given, for a step of `optimizer`; `reserved_bytes` have to stay free.
+    `size` is the budget in bytes, `budget` as it was given; `reserved_bytes` of it have to stay free.
     """
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     return (

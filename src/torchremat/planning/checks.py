@@ -19,8 +19,10 @@ from torch import nn
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import current_graph_task
 from torchremat._compat.sharding import data_parallel_around
+from torchremat._compat.transforms import is_transformed
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
+from torchremat.measuring.optimizers import steps_alone
 from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
 from torchremat.planning.sounded import Soundings
 from torchremat.planning.trained import Trained
@@ -158,10 +160,18 @@ class Checks:
                 if self._counted.has_optimizer
                 else "the plan was made without an optimizer"
             )
+            optimizers = self._trained.optimizers
+            if len(optimizers) == 1 and steps_alone(optimizers[0]):
+                advice = (
+                    "Plan with the optimizer that trains, `optimizer=`; if you did, it got more state in its first "
+                    "steps than by its own step, as from a wrapper around it: plan after these."
+                )
+            else:
+                advice = (
+                    f"A plan counts one optimizer whose step runs by itself; for the rest give `margin={more_bytes}`."
+                )
             warn(
-                f"{name} is trained by {kinds}, which has {has}, and {counted}: {self._sum(more_bytes)}. Plan with the "
-                "optimizer that trains, `optimizer=`; if you did, it got more state in its first steps than by its own "
-                "step, as from a wrapper around it: plan after these.",
+                f"{name} is trained by {kinds}, which has {has}, and {counted}: {self._sum(more_bytes)}. {advice}",
                 PlanWarning,
             )
         elif state_bytes < _LITTLE * planned_bytes and self._counted.recomputes:
@@ -273,8 +283,11 @@ class PlannedScope(Scope):
 
 
 def _is_a_step() -> bool:
-    """Return whether a step of the user's begins, not a recompute by a checkpoint around the model."""
-    return not is_rehearsing() and current_graph_task() == -1
+    """Return whether a step of the user's begins, not a recompute by a checkpoint around the model.
+
+    Under a transform the parameters may be others, whose memory cannot be asked for.
+    """
+    return not (is_rehearsing() or is_transformed()) and current_graph_task() == -1
 
 
 def _named(root: str) -> str:

@@ -23,6 +23,7 @@ from torchremat.measuring.untouched import gradient_leaves
 from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
 from torchremat.planning.report import StepComparison
+from torchremat.tensors.copies import same_bits
 
 # The results of a step by name, each a copy in host memory.
 Outcome = dict[str, Tensor]
@@ -74,15 +75,11 @@ def differing(ours: Outcome, plain: Outcome) -> dict[str, float]:
         own = ours.get(name)
         if own is None or own.shape != expected.shape or own.dtype != expected.dtype:
             found[name] = math.inf
-        elif not torch.equal(own, expected) and not _equal_with_nan(own, expected):
+        elif not same_bits(own, expected):
             wide = torch.complex128 if expected.is_complex() else torch.float64
             far = (own.to(wide) - expected.to(wide)).abs().max().item()
             found[name] = math.inf if math.isnan(far) else far
     return found | {name: math.inf for name in ours if name not in plain}
-
-
-def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
-    return bool(torch.all((found == expected) | ((found != found) & (expected != expected))))
 
 
 def explained(subject: Subject, model: nn.Module, plain: Outcome, differences: dict[str, float]) -> StepComparison:

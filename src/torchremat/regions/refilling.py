@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import retains_graph
 from torchremat._compat.dynamo import outside_graphs
@@ -159,8 +159,8 @@ class Refill:
                 if found is not None:
                     self._differs("values", found, self._metadata[found])
         if index in self.filled:
-            # Without its `grad_fn`, which would keep the recomputed graph.
-            value = tensor if tensor.is_leaf else self._detached(tensor)
+            # Without its `grad_fn`, which would keep the recomputed graph. See NOTE [ What is handed back to autograd ]
+            value = tensor if tensor.is_leaf and type(tensor) is not nn.Parameter else self._detached(tensor)
             slot = slots[index]()
             if self.key is None:
                 self._found = Versioned(value)

@@ -210,6 +210,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
                             taken=inputs[stage], layout=layout, stage=stage, grads=loss.grads if stage == last else ()
                         ),
                         added=microbatches > 1,
+                        holds=(*inputs[stage].given.tensors, *(loss.grads if stage == last else ())),
                     )
                     for stage in stages
                 ],

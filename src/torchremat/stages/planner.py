@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
 from torchremat.stages.pipes import sites_of_pipe
 from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
-from torchremat.stages.samples import Sample, Site
+from torchremat.stages.samples import Sample, Site, resident_bytes
 from torchremat.stages.schedules import site_of_schedule
 from torchremat.stages.split_backward import SplitBackward
 from torchremat.stages.sums import Sums
@@ -89,8 +89,9 @@ class StagePlanner:
             self._group = cast("dist.ProcessGroup | None", group_of(pipeline))
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
+        resident = partial(resident_bytes, step, modules, optimizer, [one for site in sites for one in site.samples])
         self._planned = self._told(
-            lambda: [_Planned(site, options, modules, optimizer) for site in sites], ours_alone=True
+            lambda: [_Planned(site, options, modules, optimizer, resident) for site in sites], ours_alone=True
         )
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
@@ -132,7 +133,12 @@ class _Planned:
     """A device whose stages have been profiled."""
 
     def __init__(
-        self, site: Site, options: PlanOptions, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+        self,
+        site: Site,
+        options: PlanOptions,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        resident: Callable[[torch.device], int],
     ) -> None:
         self.site, self._stepped_by = site, optimizer
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
@@ -150,6 +156,7 @@ class _Planned:
             if one.added
         }
         self.microbatches = site.microbatches
+        self._resident_bytes = resident(site.device)  # now that the workspaces of all stages are there
 
     def _search(self, stage: int) -> Search:
         return self._planners[stage].solver
@@ -181,7 +188,7 @@ class _Planned:
             stages_bytes
             - _shared_bytes([one.module for one in self.site.samples])
             + state_bytes
-            + max((one.resident_bytes for one in found.values()), default=0)
+            + self._resident_bytes
             + sum(self.site.in_flight[stage] * one.slack_bytes for stage, one in found.items())
         )
 

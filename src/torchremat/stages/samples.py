@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchremat.ambient.global_state import AmbientState, ambient_state
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import holdings_of
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.stages.loads import DeviceLoad
 
@@ -28,6 +30,7 @@ class Sample:
         ends: The same for a split backward; None if the backward is whole.
         ahead: Whether microbatches of the stage may be recomputed before their gradient arrives.
         added: Whether one backward runs several microbatches, and sums the gradients of their weights.
+        holds: The tensors that `step` has, in memory of its own or of the batch.
     """
 
     stage: int
@@ -36,6 +39,7 @@ class Sample:
     ends: Callable[[nn.Module], Ends] | None = None
     ahead: bool = False
     added: bool = False
+    holds: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,6 +182,24 @@ def taken(value: object) -> Taken:
         requires=requires,
         around=ambient_state(),
     )
+
+
+def resident_bytes(
+    step: Callable[[Any], object],
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    samples: Sequence[Sample],
+    device: torch.device,
+) -> int:
+    """Return the bytes on a device that are neither of a pipeline's step nor of samples of its stages.
+
+    The profile of one stage counts the other stages, their state and the batch there as well. See
+    NOTE [ What a device holds ].
+    """
+    ours = [tensor for sample in samples for tensor in sample.holds]
+    inputs = (*holdings_of(step).tensors, *ours)
+    subject = Subject(step=step, model=None, models=tuple(modules), inputs=inputs, optimizer=optimizer)
+    return subject.before(device).resident_bytes
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -82,7 +82,14 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
         run = _ScheduleRun(seen=found, loss=loss if is_last else None)
         ends = run.ends if stage.stage_index in split else None
         samples.append(
-            Sample(stage=stage.stage_index, module=stage.submod, step=run, ends=ends, ahead=stage.stage_index in ahead)
+            Sample(
+                stage=stage.stage_index,
+                module=stage.submod,
+                step=run,
+                ends=ends,
+                ahead=stage.stage_index in ahead,
+                holds=(*found.taken.given.tensors, *found.output, *Microbatch.of(found.target).tensors),
+            )
         )
         inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
         output_bytes[stage.stage_index] = outputs

@@ -41,7 +41,7 @@ from torchremat._compat.sharding import is_hook_of_fsdp
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hiding
 from torchremat.state.world import World
-from torchremat.tensors.copies import again
+from torchremat.tensors.copies import again, same_bits
 from torchremat.tensors.metadata import version_of
 
 SMALL_BYTES = 16 << 10
@@ -242,4 +242,4 @@ def _with_attributes(clone: Tensor, tensor: Tensor) -> Tensor:
 def _equal(now: Tensor, before: Tensor) -> bool:
     if now.device.type == "meta":
         return False
-    return now.shape == before.shape and now.dtype == before.dtype and torch.equal(now, before)
+    return same_bits(now, before)

@@ -12,6 +12,11 @@ Its values leave only if no other code can see their memory: no other tensor lie
 node that saves it while a module of an offload runs gets a `SavedView` instead. So values that other code holds, in an
 entry of a `state_dict`, say, stay and change with the training, as they do without a store.
 
+NOTE [ What is handed back to autograd ]
+The parameter itself is no other tensor in its memory, so its values leave though a list has it, or what stands for a
+saved tensor. A node that gets it back reads NaN in C++. So regions keep an alias of a parameter that is saved, whose
+memory stays, and hooks of others are given one.
+
 NOTE [ Who moves the values of a parameter ]
 A thread that holds `_lock`, in this order:
 
@@ -170,7 +175,7 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
     with _lock:  # See NOTE [ Who moves the values of a parameter ]
         stored = _stored.get(id(parameter))
         if stored is not None:
-            with _plainly():
+            with plainly():
                 parameter.data = stored.content.back(stored.handle.get())
             del _stored[id(parameter)]
         cast("Any", parameter).__class__ = nn.Parameter
@@ -219,7 +224,7 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
             raise UnsupportedError("offload_parameters: a graph that is captured would read memory that is freed.")
         try:
             cast("Any", parameter).__class__ = StoredParameter
-            with _plainly():
+            with plainly():
                 if not _is_alone(parameter):
                     return []
                 values = parameter.detach()
@@ -262,7 +267,7 @@ def _is_alone(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def _plainly() -> Generator[None]:
+def plainly() -> Generator[None]:
     """Run our own operators on the values themselves, in whatever context a parameter is read."""
     with (
         torch.inference_mode(mode=False),

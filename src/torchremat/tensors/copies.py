@@ -1,4 +1,4 @@
-"""Copies of tensors that are views of one another wherever the tensors are."""
+"""Copies of tensors: views of one another wherever the tensors are, and equal to the last bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+
+from torchremat.tensors.parts import is_wrapper
 
 
 def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Tensor]:
@@ -45,6 +47,39 @@ def apart(tensor: Tensor) -> Tensor:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = tensor.detach().as_strided((last + 1,), (1,)).clone()
         return span.as_strided(tensor.shape, tensor.stride())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one shape, type and every bit in common: -0.0 is not 0.0, and a NaN is itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if is_wrapper(one):  # its class compares values, that of DTensors on all processes at once
+        return torch.equal(one, other) or bool(torch.all((one == other) | ((one != one) & (other != other))))
+    pairs = zip(_parts(one.detach()), _parts(other.detach()), strict=True) if one.layout is other.layout else None
+    return pairs is not None and all(torch.equal(_bits(part), _bits(its)) for part, its in pairs)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return (tensor,)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_quantized or tensor.is_mkldnn:
+        return tensor  # `torch.equal` knows its parts
+    plain = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return plain.view(_WORDS[plain.element_size()])
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -127,5 +127,5 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
         advice = f"Hand over {inner} in its place, or leave" if inner else "Leave"
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
-            f"{why}. {advice} the optimizer out, and leave room for its bytes in the budget."
+            f"{why}. {advice} the optimizer out, and leave room for its bytes by `margin=`."
         ) from error

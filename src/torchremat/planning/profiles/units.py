@@ -185,8 +185,8 @@ class Units:
         return tuple((call.signature, call.flops) for call in calls), names, tuple(saved)
 
     def outlives(self, storage: int, unit: int) -> bool:
-        """Return whether a storage that only Python code holds is alive after a unit has ended."""
-        return storage >= 0 and self.trace.died.get(storage, self.trace.end) > self.left(unit)
+        """Return whether a storage that only Python code holds is alive when a unit has ended, for the code behind."""
+        return storage >= 0 and self.trace.died.get(storage, self.trace.end) >= self.left(unit)
 
     def saves(self, call: int) -> bool:
         """Return whether anything is saved in a call, parameters included."""

@@ -141,9 +141,9 @@ class Choosing:
         base = tensor._base
         leaf = tensor if base is None else base
         # A parameter, or a view of it. The memory of a sharded parameter is freed after the forward. Inputs that an
-        # inner region holds are leaves as well, and no parameters.
+        # inner region holds are leaves as well, and no parameters. See NOTE [ What is handed back to autograd ]
         if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.world.has_shards):
-            return KeptValue(tensor if base is None else alias_unseen(tensor))
+            return KeptValue(alias_unseen(tensor))
         return None
 
     def settle(self) -> None:
