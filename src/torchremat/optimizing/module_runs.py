@@ -11,7 +11,6 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.storages import address_of
 from torchremat.regions.threads import Now, thread
 
 # NOTE [ A call that is left without hooks ]
@@ -27,14 +26,14 @@ class ModuleRun(NamedTuple):
     Attributes:
         module: The module.
         has_pushed: Whether hooks for its saved tensors were set.
-        parameters: The parameters that are in memory for it, by the address of their memory.
+        parameters: The parameters that are in memory for it.
         claims: The ids of the parameters that take part.
         now: The state of the recompute in which it was made, or of the thread.
     """
 
     module: nn.Module
     has_pushed: bool
-    parameters: dict[int, Tensor]
+    parameters: list[Tensor]
     claims: list[int]
     now: Now
 
@@ -48,10 +47,6 @@ class ModuleRun(NamedTuple):
         """Let a parameter take part; `claims` counts in how many calls each does."""
         self.claims.append(id(parameter))
         claims[id(parameter)] += 1
-
-    def add(self, parameter: Tensor) -> None:
-        """Take note of a parameter that takes part, and is in memory."""
-        self.parameters[address_of(parameter.untyped_storage())] = parameter
 
     def end(self, claims: Counter[int]) -> None:
         """Let none take part any more."""

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from functools import partial
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,16 +30,13 @@ from torchremat._compat.autograd import (
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
 )
-from torchremat._compat.dynamo import is_compiled, outside_graphs
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import except_traced
-from torchremat._compat.sharding import data_parallel_around, is_managed
 from torchremat._compat.transforms import is_transformed, without_wrappers
 from torchremat.ambient.hidden import hiding
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
-from torchremat.measuring.storages import address_of
-from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, keeps_in_store
+from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder
+from torchremat.optimizing.parameter_checks import check_around, check_model
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
@@ -48,9 +44,19 @@ from torchremat.optimizing.stored_state import check_store
 from torchremat.regions.threads import thread
 from torchremat.stores.base import land
 from torchremat.stores.held import Kept
-from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, put_away
+from torchremat.stores.stored_parameters import (
+    SavedView,
+    bring_back,
+    came_in,
+    can_leave,
+    handle_of,
+    put_away,
+    saved_view_of,
+    went_out,
+)
 from torchremat.tensors.handles import Store
-from torchremat.tensors.parts import PLAIN_CLASSES
+
+LEAST_PARAMETER_BYTES = 2**15  # smaller ones stay, and are a thousandth of a large model
 
 
 class ParameterOffload:
@@ -97,10 +103,13 @@ class ParameterOffload:
         Raises:
             StoreError: One cannot be brought back; the others are unchanged.
         """
-        self._take([one for own in self._known.values() if (one := own()) is not None])
+        known = [one for own in self._known.values() if (one := own()) is not None]
+        self._take(known)
         self._settle()
         for hook in self._hooks:
             hook.remove()
+        for one in known:
+            went_out(one)
         self._ahead = None
         for held in (self._hooks, self._known, self._back, self._uses):
             held.clear()
@@ -170,15 +179,25 @@ class ParameterOffload:
                 before, self._leaving = self._leaving, left
                 settle_all(before)
 
+    def taken_back(self, parameter: Tensor) -> Tensor | None:
+        """Return the values of a parameter that are on their way out, which then stay; None if they are gone."""
+        handle, leaving = handle_of(parameter), self._leaving
+        found = next((one for one in leaving if one.handle is handle), None)
+        if found is None or not found.is_on_this_stream:
+            return None
+        self._leaving = [one for one in leaving if one is not found]
+        return found.values
+
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
         self._close_left()
+        came_in(parameter)
         task = current_graph_task()
         with self._lock:
             self._uses.on_this_stream(parameter)
             if is_read and self._runs.open:
                 self._runs.open[-1].claim(parameter, self._uses.claims)
-                self._runs.open[-1].add(parameter)
+                self._runs.open[-1].parameters.append(parameter)
             elif is_read:
                 self._put_away(self._uses.read(parameter, in_backward=task >= 0))
             if task >= 0 and task not in self._ends:
@@ -227,7 +246,7 @@ class ParameterOffload:
     @outside_graphs
     def _enter(self, module: nn.Module, *, is_whole: bool) -> None:
         """Bring the parameters of a module back, which begins to run."""
-        _check_around(module)
+        check_around(module)
         self._close_left()
         if self._runs.open and self._runs.open[0].module is module:
             self._close(0)  # a KeyboardInterrupt runs no hooks
@@ -235,7 +254,7 @@ class ParameterOffload:
         pushes = top_saved_tensor_hooks(True) is None and not is_transformed()
         if pushes:
             push_saved_tensor_hooks(except_traced(self._pack), _unpack)
-        run = ModuleRun(module, pushes, {}, [], thread.now)
+        run = ModuleRun(module, pushes, [], [], thread.now)
         self._runs.open.append(run)
         for one in module.parameters(is_whole):
             own = without_wrappers(one)  # `functional_call` under a transform
@@ -244,7 +263,8 @@ class ParameterOffload:
                     run.claim(own, self._uses.claims)
                 bring_back(own)
                 if can_leave(own):
-                    run.add(own)
+                    came_in(own)
+                    run.parameters.append(own)
                     self._uses.on_this_stream(own)
 
     @outside_graphs
@@ -270,16 +290,14 @@ class ParameterOffload:
             with self._lock:
                 run.end(self._uses.claims)
                 # In a recompute, too: other code holds what its nodes need next.
-                self._put_away(run.parameters.values())
+                self._put_away(run.parameters)
+                if self._runs.open:  # a region with a policy around this call holds some until it ends
+                    around = self._runs.open[-1].parameters
+                    around += [one for one in run.parameters if type(one) is nn.Parameter]
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
-        address = address_of(tensor.untyped_storage()) if type(tensor) in PLAIN_CLASSES else -1
-        for run in reversed(self._runs.open):
-            parameter = run.parameters.get(address)
-            if parameter is not None and SavedView.is_of(parameter, tensor):
-                return SavedView(parameter, tensor)
-        return Kept(tensor)
+        return saved_view_of(tensor) or Kept(tensor)
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -306,7 +324,7 @@ def offload_parameters(
     store: Store,
     *,
     modules: Iterable[nn.Module] | None = None,
-    min_bytes: int = 2**15,
+    min_bytes: int = LEAST_PARAMETER_BYTES,
 ) -> ParameterOffload:
     """Keep the parameters of a model in a store, and bring those of each module back while it runs.
 
@@ -344,7 +362,7 @@ def offload_parameters(
     """
     check_store(store)
     given = None if modules is None else list(modules)
-    _check_model(model, given)
+    check_model(model, given)
     steps = None if optimizer is None else partial_steps(optimizer)
     own = ParameterOffload(store, min_bytes, steps)
     try:
@@ -357,40 +375,3 @@ def offload_parameters(
         own.remove()
         raise
     return own
-
-
-def _check_around(module: nn.Module) -> None:
-    around = data_parallel_around()
-    if is_managed(module) or (around is not None and any(module is one for one in around.modules())):
-        raise UnsupportedError(
-            f"a {type(module).__name__} was put into {'fully_shard' if around is None else 'DistributedDataParallel'} "
-            "after torchremat.offload_parameters, which cannot move what is sharded or reduced. Call `remove()` of the "
-            "offload before."
-        )
-
-
-def _check_model(model: nn.Module, given: list[nn.Module] | None) -> None:
-    every = list(model.modules())
-    unknown = [type(one).__name__ for one in given or () if all(one is not other for other in every)]
-    if unknown:
-        raise UnsupportedError(f"offload_parameters(modules=...): a {unknown[0]} is no module of the model.")
-    for one in every:
-        if is_compiled(one) or isinstance(one, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"offload_parameters: a {type(one).__name__} is compiled, and its code reads parameters without asking "
-                "for them. Use the plain module."
-            )
-    if keeps_in_store(model):
-        raise UnsupportedError("offload_parameters: parameters of this model are in a store already.")
-    parameters = list(model.named_parameters())
-    if is_reduced_in_buckets(one for _, one in parameters):
-        raise UnsupportedError(
-            "offload_parameters: a DistributedDataParallel has these parameters, and reads them in C++. FSDP2 keeps a "
-            "shard of each in every process."
-        )
-    for name, one in parameters:
-        if type(one) is not nn.Parameter:
-            raise UnsupportedError(
-                f"offload_parameters: {name} is a {type(one).__name__}, whose memory belongs to its class. Only plain "
-                "parameters can wait in a store."
-            )

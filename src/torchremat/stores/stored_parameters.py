@@ -46,6 +46,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
 from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.parts import PLAIN_CLASSES, memories_of
 from torchremat.tensors.structure import tensors_in as tensors_of
 from torchremat.tensors.versioned import Versioned
 
@@ -57,6 +58,10 @@ class Keeper(Protocol):
 
     def in_memory(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a block in which those are in memory for which it decides, and after which they leave."""
+        ...
+
+    def taken_back(self, parameter: Tensor) -> Tensor | None:
+        """Return the values of a parameter that are on their way out, which then stay; None if they are gone."""
         ...
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
@@ -171,7 +176,8 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
         stored = _stored.get(id(parameter))
         if stored is not None:
             with _plainly():
-                parameter.data = stored.content.back(stored.handle.get())
+                left = stored.keeper.taken_back(parameter)
+                parameter.data = stored.content.back(stored.handle.get()) if left is None else left
             del _stored[id(parameter)]
         cast("Any", parameter).__class__ = nn.Parameter
     if stored is not None:
@@ -229,6 +235,7 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
                     return []
                 gone = ref(parameter, partial(_forget, id(parameter)))
                 _stored[id(parameter)] = _StoredValues(handle, content, keeper, gone)
+                went_out(values)
                 parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
             return [(handle, values)]
         finally:
@@ -290,17 +297,6 @@ class SavedView:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._version = tensor._version
 
-    @staticmethod
-    def is_of(parameter: Tensor, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the memory of a parameter, and is read as the parameter is."""
-        return (
-            type(parameter) is nn.Parameter
-            and parameter.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            and parameter.dtype == tensor.dtype
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
-
     def get(self) -> Tensor:
         """Return the view.
 
@@ -312,3 +308,35 @@ class SavedView:
         values = Versioned(self._parameter, self._version).get().detach()
         del held
         return values.as_strided(self._size, self._stride, self._offset)
+
+
+# By the address of their memory: the parameters of offloads that are in memory.
+_in_memory: dict[int, ReferenceType[Tensor]] = {}
+
+
+def came_in(parameter: Tensor) -> None:
+    """Take note that a parameter is in memory for a while. A node that saves it should hold a `SavedView` of it."""
+    _in_memory[parameter.untyped_storage()._cdata] = ref(parameter)
+
+
+def went_out(parameter: Tensor) -> None:
+    """Take note that the memory of a parameter is that of any tensor from now on."""
+    _in_memory.pop(parameter.untyped_storage()._cdata, None)
+
+
+def saved_view_of(tensor: Tensor) -> SavedView | None:
+    """Return what to hold in place of a tensor, if it lies in the memory of such a parameter, else None."""
+    memories = memories_of(tensor) if _in_memory and type(tensor) in PLAIN_CLASSES else ()
+    if not memories:
+        return None
+    address = memories[0]._cdata
+    parameter = None if (found := _in_memory.get(address)) is None else found()
+    # It is read as the parameter is, and not one that got the address of its earlier memory.
+    is_view = (
+        type(parameter) is nn.Parameter
+        and parameter.untyped_storage()._cdata == address
+        and parameter.dtype == tensor.dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+    return SavedView(parameter, tensor) if is_view else None

@@ -116,6 +116,8 @@ class Choosing:
             self._run.rest()
         slot = pack(tensor)
         assert isinstance(slot, Slot)
+        if slot.value is not None:
+            return slot
         value = self._value(tensor) if self._region.serves else None
         if value is None:
             self.selection.end = len(self.selection.operators)
