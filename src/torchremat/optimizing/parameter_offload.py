@@ -42,7 +42,7 @@ from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
 from torchremat.regions.threads import thread
-from torchremat.stores.base import land
+from torchremat.stores.base import land, settle
 from torchremat.stores.held import Kept
 from torchremat.stores.stored_parameters import (
     SavedView,
@@ -185,6 +185,7 @@ class ParameterOffload:
         found = next((one for one in leaving if one.handle is handle), None)
         if found is None or not found.is_on_this_stream:
             return None
+        settle(found.handle)  # while the store reads it, the parameter could not leave again
         self._leaving = [one for one in leaving if one is not found]
         return found.values
 

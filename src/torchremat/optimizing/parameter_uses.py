@@ -46,7 +46,8 @@ class ParameterUses:
         A node that reads several holds them until it has run.
         """
         key = _BACKWARD if in_backward else threading.get_ident()
-        before = [one for one in self._read.get(key, ()) if one is not parameter and type(one) is nn.Parameter]
+        read = self._read.get(key, [])
+        before: list[Tensor] = [one for one in read if one is not parameter and type(one) is nn.Parameter]
         self._read[key] = [*before[1 - _MOST_READ :], parameter]
         return before
 

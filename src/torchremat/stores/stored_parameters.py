@@ -236,7 +236,7 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
                 gone = ref(parameter, partial(_forget, id(parameter)))
                 _stored[id(parameter)] = _StoredValues(handle, content, keeper, gone)
                 went_out(values)
-                parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+                parameter.data = stand_in(parameter.dtype, parameter.device).expand(parameter.shape)
             return [(handle, values)]
         finally:
             if id(parameter) not in _stored:
@@ -283,7 +283,8 @@ def _plainly() -> Generator[None]:
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one NaN that is the memory of parameters that are away."""
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
@@ -331,6 +332,8 @@ def saved_view_of(tensor: Tensor) -> SavedView | None:
         return None
     address = memories[0]._cdata
     parameter = None if (found := _in_memory.get(address)) is None else found()
+    if parameter is None:
+        return None
     # It is read as the parameter is, and not one that got the address of its earlier memory.
     is_view = (
         type(parameter) is nn.Parameter
