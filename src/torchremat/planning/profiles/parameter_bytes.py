@@ -4,7 +4,8 @@ A step is profiled with all parameters in memory, and the same operators run und
 its bytes are those of the profile, without the parameters that are away, and with those that are in memory at a time.
 The latter depend on the order of the backward and of recomputes. Their most is bounded, whatever the order is:
 
-    a module runs       its parameters, those of the modules around it, and all that their own code reads
+    a module runs       its parameters, those of the modules around it, and all that their own code reads; and what the
+                        step reads outside of all modules
     another one ended   its parameters, which are leaving until the store has them
     a node ran          the parameters that it has read, until the next node reads others
     one comes ahead     one parameter
@@ -119,16 +120,16 @@ def _uses(model: nn.Module, trace: Trace, sizes: Container[int]) -> Iterator[_Us
         for name, module in model.named_modules(remove_duplicate=False)
     }
     calls = [set(own[call.name]) for call in trace.calls]
-    by_step = set[int]()
+    by_step = set[int]()  # no hook of a module sees what the step's own code saves, so that it stays
     for run in trace.operators.runs:
         names = (trace.parameters.get(trace.operators.values[value].storage) for value in run.reads)
         read = {named[name] for name in names if name is not None}
         (by_step if run.call < 0 else calls[run.call]).update(one for one in read if one in sizes)
-    yield from ((frozenset({one}), frozenset({one})) for one in by_step)
+    yield frozenset(), frozenset(by_step)
     for index, call in enumerate(calls):
-        yield frozenset(call), frozenset[int]().union(*(calls[one] for one in _outward(trace, index)))
+        yield frozenset(call), frozenset(by_step.union(*(calls[one] for one in _outward(trace, index))))
     for name in trace.looped:  # the calls that a loop makes are not traced
-        yield own[name], frozenset[int]().union(*(own[one] for one in own if is_part_of(name, one)))
+        yield own[name], frozenset(by_step.union(*(own[one] for one in own if is_part_of(name, one))))
 
 
 def _outward(trace: Trace, index: int | None) -> Iterator[int]:
