@@ -317,7 +317,13 @@ _in_memory: dict[int, ReferenceType[Tensor]] = {}
 
 def came_in(parameter: Tensor) -> None:
     """Take note that a parameter is in memory for a while. A node that saves it should hold a `SavedView` of it."""
-    _in_memory[parameter.untyped_storage()._cdata] = ref(parameter)
+    address = parameter.untyped_storage()._cdata
+    _in_memory[address] = ref(parameter, partial(_is_gone, address))
+
+
+def _is_gone(address: int, parameter: ReferenceType[Tensor]) -> None:
+    if _in_memory.get(address) is parameter:
+        del _in_memory[address]
 
 
 def went_out(parameter: Tensor) -> None:
