@@ -1,6 +1,6 @@
 """`offload_parameters`: the parameters of a model in a store, while their modules do not run.
 
-    a module begins             its parameters come in; what its nodes save of them is a `SavedView`
+    a module begins             its parameters come in; what nodes and regions save of them is a `SavedView`
     it ends                     they leave
     a node of the backward      what it has saved comes in
     a gradient is complete      the parameter leaves, with `release_gradients` after its part of the step
@@ -290,7 +290,7 @@ class ParameterOffload:
                 pop_saved_tensor_hooks()
             with self._lock:
                 run.end(self._uses.claims)
-                # In a recompute, too: other code holds what its nodes need next.
+                # In a recompute, too: the nodes that need them next bring them back.
                 self._put_away(run.parameters)
                 if self._runs.open:  # a region with a policy around this call holds some until it ends
                     around = self._runs.open[-1].parameters

@@ -9,8 +9,8 @@ It is the same object, with the same gradient, hooks, version and options. What 
                   (`resize_(0)`) such a read would end the process
 
 Its values leave only if no other code can see their memory: no other tensor lies in it, and no node has saved it. A
-node that saves it while a module of an offload runs gets a `SavedView` instead. So values that other code holds, in an
-entry of a `state_dict`, say, stay and change with the training, as they do without a store.
+node that saves it while a module of an offload runs, and a region, hold a `SavedView` instead. So values that other
+code holds, in an entry of a `state_dict`, say, stay and change with the training, as they do without a store.
 
 NOTE [ Who moves the values of a parameter ]
 A thread that holds `_lock`, in this order:
