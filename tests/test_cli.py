@@ -403,6 +403,7 @@ def test_a_plan_may_change_the_step_of_the_optimizer():
     assert "bit for bit" in run(*verify, "--optimizer-store", "disk").stdout
     assert "made with Disk(" in run(*verify, code=1).output
     assert "--optimizer-store 'x': allowed are disk and host" in run(*verify, "--optimizer-store", "x", code=2).output
+    assert "--parameter-store 'x': allowed are disk and host" in run(*verify, "--parameter-store", "x", code=2).output
     assert "bit for bit" in run("fit", "factories:with_optimizer", "--budget", "min", *ways[:2]).stdout
     lone = run("plan", "factories:build", "--budget", "min", "--release-gradients", "yes", code=1)
     assert "pass the one that trains the model" in lone.output

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import torchremat
 from interop.trainers import Small, Tokens, llama, train
@@ -92,6 +92,27 @@ def test_the_training_is_the_same_with_released_gradients(tmp_path, size, option
     if "shapes" not in options:  # whose first measured step has no state yet
         assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
         assert row["memory_measured_bytes"] < floor - 1.5 * parameter_bytes
+    assert ours.is_bare
+
+
+def test_parameters_wait_in_a_store(tmp_path):
+    def wide():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 256}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+    training = {"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 3}
+    plain = train(tmp_path / "plain", model=wide(), **training)
+    store = Disk()
+    options = {"release_gradients": True, "optimizer_store": store, "parameter_store": store}
+
+    ours = train(tmp_path / "ours", [budget("min", **options)], model=wide(), **training)
+
+    assert equal([*ours.model.parameters()], [*plain.model.parameters()])
+    row = ours.logged[-1]
+    assert row["memory_measured_bytes"] <= row["memory_predicted_bytes"] <= row["memory_budget_bytes"]
+    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    assert store.statistics.peak_stored_bytes > 2.9 * parameter_bytes  # with the optimizer's state
     assert ours.is_bare
     assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
     states = [torch.load(tmp_path / name / "checkpoint-3/optimizer.pt") for name in ("plain", "ours")]

@@ -12,7 +12,7 @@ from torchremat import Disk, UnsupportedError
 from torchremat.interop.request import MemoryBudget
 from torchremat.planning.plan_options import FitKeywords, PlanKeywords, PlanOptions, SearchKeywords, TrainingKeywords
 
-TRAINING = {"cost", "operators", "release_gradients", "optimizer_store"}
+TRAINING = {"cost", "operators", "release_gradients", "optimizer_store", "parameter_store"}
 NAMES = {one.name for one in fields(PlanOptions)}
 
 

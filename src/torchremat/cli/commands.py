@@ -29,6 +29,7 @@ from torchremat.cli.options import (
     Operators,
     OptimizerStore,
     Out,
+    ParameterStore,
     Plot,
     Release,
     SaveDevice,
@@ -40,9 +41,9 @@ from torchremat.cli.options import (
     budget_of,
     load,
     number_of,
-    optimizer_store_of,
     options_of,
     place_of,
+    step_store_of,
     stores_of,
 )
 from torchremat.errors import DeviceWarning, TorchrematError
@@ -192,6 +193,7 @@ def plan_command(
     operators: Operators = True,
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
+    parameter_store: ParameterStore = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _saying_errors(), progress_bar(_err) as progress:
@@ -200,7 +202,15 @@ def plan_command(
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         options = options_of(
-            device, on, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+            device,
+            on,
+            store,
+            progress,
+            release_gradients,
+            optimizer_store,
+            parameter_store,
+            cost=cost,
+            operators=operators,
         )
         _, planner = _planner(target, options, size, margin_bytes)
         found = planner.plan(size, margin=margin_bytes)
@@ -225,12 +235,21 @@ def frontier_command(
     operators: Operators = True,
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
+    parameter_store: ParameterStore = None,
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot, html=html)
         options = options_of(
-            device, on, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+            device,
+            on,
+            store,
+            progress,
+            release_gradients,
+            optimizer_store,
+            parameter_store,
+            cost=cost,
+            operators=operators,
         )
         _, planner = _planner(target, options)
         found = planner.frontier(points=points)
@@ -250,6 +269,7 @@ def verify_command(
     device: Device = None,
     store: Stores = None,
     optimizer_store: OptimizerStore = None,
+    parameter_store: ParameterStore = None,
 ) -> None:
     """Run a step with a plan and one without.
 
@@ -263,7 +283,8 @@ def verify_command(
             own.model,
             stores=stores_of(store),
             optimizer=own.optimizer,
-            optimizer_store=optimizer_store_of(optimizer_store),
+            optimizer_store=step_store_of(optimizer_store, "--optimizer-store"),
+            parameter_store=step_store_of(parameter_store, "--parameter-store"),
         )
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(report)
@@ -285,13 +306,22 @@ def fit_command(
     operators: Operators = True,
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
+    parameter_store: ParameterStore = None,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, trace, plot=plot, html=html)
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         options = options_of(
-            device, None, store, progress, release_gradients, optimizer_store, cost=cost, operators=operators
+            device,
+            None,
+            store,
+            progress,
+            release_gradients,
+            optimizer_store,
+            parameter_store,
+            cost=cost,
+            operators=operators,
         )
         own, planner = _planner(target, options, size, margin_bytes)
         found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan

@@ -161,6 +161,9 @@ Release = Annotated[
 OptimizerStore = Annotated[
     str | None, typer.Option(help="Where the optimizer's state may wait: disk or host. Give verify the same as plan.")
 ]
+ParameterStore = Annotated[
+    str | None, typer.Option(help="Where parameters may wait: disk or host. Give verify the same as plan.")
+]
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[
     Path | None, typer.Option(help=("Image to draw: live bytes over the step. The file ending sets the format."))
@@ -217,6 +220,7 @@ def options_of(
     progress: Observer,
     release_gradients: Literal["no", "yes", "auto"],
     optimizer_store: str | None,
+    parameter_store: str | None,
     **search: Unpack[SearchKeywords],
 ) -> PlanOptions:
     """Return the options of a plan; their errors are reported before a model is made.
@@ -231,19 +235,20 @@ def options_of(
         on=on,
         stores=stores,
         release_gradients="auto" if release_gradients == "auto" else release_gradients == "yes",
-        optimizer_store=optimizer_store_of(optimizer_store),
+        optimizer_store=step_store_of(optimizer_store, "--optimizer-store"),
+        parameter_store=step_store_of(parameter_store, "--parameter-store"),
         progress=progress,
         **search,
     )
 
 
-def optimizer_store_of(name: str | None) -> Store | None:
-    """Return a new store of the named kind.
+def step_store_of(name: str | None, option: str) -> Store | None:
+    """Return a new store of the kind that an option names.
 
     Raises:
         TargetError: The kind does not exist.
     """
-    return None if name is None else _store_of(name, "--optimizer-store")
+    return None if name is None else _store_of(name, option)
 
 
 def stores_of(names: list[str] | None) -> list[Store]:

@@ -94,7 +94,7 @@ def prepare(
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
         shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
-        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.

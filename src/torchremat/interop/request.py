@@ -8,6 +8,7 @@ from typing import Unpack
 from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
+from torchremat.planning.stepping import NO_STORES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +71,11 @@ class BudgetRequest:
                 f"budget={self.budget!r}: with shapes=True the plain peak differs from shape to shape; give the "
                 'budget in bytes, like "20GiB".'
             )
-        if self.shapes and (self.options.release_gradients == "auto" or self.options.optimizer_store is not None):
+        if self.shapes and (self.options.release_gradients == "auto" or self.options.step_stores != NO_STORES):
             raise UnsupportedError(
-                'shapes=True with release_gradients="auto" or optimizer_store=: the optimizer steps in one way for all '
-                "shapes, so no plan of a shape can choose it. Say release_gradients=True; for the state call "
-                "`torchremat.offload_optimizer` before the training."
+                'shapes=True with release_gradients="auto", optimizer_store= or parameter_store=: the optimizer steps '
+                "in one way for all shapes, so no plan of a shape can choose it. Say release_gradients=True; for the "
+                "state call `torchremat.offload_optimizer` before the training."
             )
 
 
@@ -85,7 +86,7 @@ class MemoryBudget:
         budget: See `BudgetRequest`.
         margin: See `BudgetRequest`.
         shapes: See `BudgetRequest`.
-        options: `cost`, `operators`, `release_gradients` and `optimizer_store`; see `PlanOptions`.
+        options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: See `BudgetRequest`.

@@ -12,6 +12,7 @@ entries.py        the state of one parameter, of which a store has the tensors
 moving.py         state that comes in ahead of its part of the step, and goes out after it
 stored_state.py   `offload_optimizer`: the state of an optimizer in a store
 module_runs.py    calls of modules whose parameters wait in a store, and the order in which parameters come back
+parameter_checks.py    models whose parameters cannot wait in a store, with the reasons
 parameter_uses.py      what uses these parameters, so that they must not leave
 parameter_offload.py   `offload_parameters`: the parameters of a model in a store
 """

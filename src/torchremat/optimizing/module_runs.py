@@ -22,8 +22,7 @@ from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import is_transformed
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
-from torchremat.frames import running
-from torchremat.measuring.storages import address_of
+from torchremat.frames import MODULE_CALL, module_of, running
 
 # NOTE [ A call that is left without hooks ]
 #
@@ -41,30 +40,28 @@ class ModuleRun(NamedTuple):
     Attributes:
         module: The module.
         hooks: Those for saved tensors that were set for it; None if none were.
-        parameters: The parameters that are in memory for it, by the address of their memory.
+        parameters: The parameters that are in memory for it.
         claims: The ids of the parameters that take part.
-        frame: Where torch makes the call; None if it is compiled.
+        frame: The address of the frame where torch makes the call; None if it is compiled.
     """
 
     module: nn.Module
     hooks: SetHooks | None
-    parameters: dict[int, Tensor]
+    parameters: list[Tensor]
     claims: list[int]
-    frame: FrameType | None
+    frame: int | None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has been left. See NOTE [ A call that is left without hooks ]."""
-        return self.frame is not None and all(one is not self.frame for one in running())
+    def is_over(self, begins: FrameType | None) -> bool:
+        """Whether it has been left, now that a call `begins`. See NOTE [ A call that is left without hooks ]."""
+        return self.frame is not None and not any(
+            id(one) == self.frame and one is not begins and one.f_code is MODULE_CALL and module_of(one) is self.module
+            for one in running()
+        )
 
     def claim(self, parameter: Tensor, claims: Counter[int]) -> None:
         """Let a parameter take part; `claims` counts in how many calls each does."""
         self.claims.append(id(parameter))
         claims[id(parameter)] += 1
-
-    def add(self, parameter: Tensor) -> None:
-        """Take note of a parameter that takes part, and is in memory."""
-        self.parameters[address_of(parameter.untyped_storage())] = parameter
 
     def end(self, claims: Counter[int]) -> None:
         """Let none take part any more."""

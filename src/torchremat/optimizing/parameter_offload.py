@@ -1,6 +1,6 @@
 """`offload_parameters`: the parameters of a model in a store, while their modules do not run.
 
-    a module begins             its parameters come in; what its nodes save of them is a `SavedView`
+    a module begins             its parameters come in; what nodes and regions save of them is a `SavedView`
     it ends                     they leave
     a node of the backward      what it has saved comes in
     a gradient is complete      the parameter leaves, with `release_gradients` after its part of the step
@@ -18,9 +18,9 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,31 +28,32 @@ from torchremat._compat.autograd import (
     at_end_of_backward,
     current_graph_task,
 )
-from torchremat._compat.dynamo import is_compiled, outside_graphs
-from torchremat._compat.sharding import data_parallel_around, is_managed
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import without_wrappers
-from torchremat.errors import UnsupportedError
 from torchremat.frames import MODULE_CALL, running
-from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.measuring.optimizers import Optimizer
-from torchremat.measuring.storages import address_of
-from torchremat.optimizing.module_runs import (
-    ModuleHook,
-    ModuleRun,
-    ModuleRuns,
-    ReturnOrder,
-    keeps_in_store,
-    set_hooks,
-)
+from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, set_hooks
+from torchremat.optimizing.parameter_checks import check_around, check_model
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
-from torchremat.stores.base import land
+from torchremat.stores.base import land, settle
 from torchremat.stores.held import Kept
-from torchremat.stores.stored_parameters import SavedView, bring_back, can_leave, handle_of, plainly, put_away
+from torchremat.stores.stored_parameters import (
+    SavedView,
+    bring_back,
+    came_in,
+    can_leave,
+    handle_of,
+    plainly,
+    put_away,
+    saved_view_of,
+    went_out,
+)
 from torchremat.tensors.handles import Store
-from torchremat.tensors.parts import PLAIN_CLASSES
+
+LEAST_PARAMETER_BYTES = 2**15  # smaller ones stay, and are a thousandth of a large model
 
 
 class ParameterOffload:
@@ -99,10 +100,13 @@ class ParameterOffload:
         Raises:
             StoreError: One cannot be brought back; the others are unchanged.
         """
-        self._take([one for own in self._known.values() if (one := own()) is not None])
+        known = [one for own in self._known.values() if (one := own()) is not None]
+        self._take(known)
         self._settle()
         for hook in self._hooks:
             hook.remove()
+        for one in known:
+            went_out(one)
         self._ahead = None
         for held in (self._hooks, self._known, self._back, self._uses):
             held.clear()
@@ -172,15 +176,26 @@ class ParameterOffload:
                 before, self._leaving = self._leaving, left
                 settle_all(before)
 
+    def taken_back(self, parameter: Tensor) -> Tensor | None:
+        """Return the values of a parameter that are on their way out, which then stay; None if they are gone."""
+        handle, leaving = handle_of(parameter), self._leaving
+        found = next((one for one in leaving if one.handle is handle), None)
+        if found is None or not found.is_on_this_stream:
+            return None
+        settle(found.handle)  # while the store reads it, the parameter could not leave again
+        self._leaving = [one for one in leaving if one is not found]
+        return found.values
+
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
         self._close_left()
+        came_in(parameter)
         task = current_graph_task()
         with self._lock:
             self._uses.on_this_stream(parameter)
             if is_read and self._runs.open:
                 self._runs.open[-1].claim(parameter, self._uses.claims)
-                self._runs.open[-1].add(parameter)
+                self._runs.open[-1].parameters.append(parameter)
             elif is_read:
                 self._put_away(self._uses.read(parameter, in_backward=task >= 0))
             if task >= 0 and task not in self._ends:
@@ -229,11 +244,11 @@ class ParameterOffload:
     @outside_graphs
     def _enter(self, module: nn.Module, *, is_whole: bool) -> None:
         """Bring the parameters of a module back, which begins to run."""
-        _check_around(module)
-        self._close_left()
-        hooks = set_hooks(self._pack, _unpack)
+        check_around(module)
         frame = next((one for one in running() if one.f_code is MODULE_CALL), None)
-        run = ModuleRun(module, hooks, {}, [], frame)
+        self._close_left(frame)
+        hooks = set_hooks(self._pack, _unpack)
+        run = ModuleRun(module, hooks, [], [], None if frame is None else id(frame))
         self._runs.open.append(run)
         # Their kernels for inference are not run where a tensor of a child overrides functions, as if it is away.
         is_fused = isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) and not module.training
@@ -244,7 +259,8 @@ class ParameterOffload:
                     run.claim(own, self._uses.claims)
                 bring_back(own)
                 if can_leave(own):
-                    run.add(own)
+                    came_in(own)
+                    run.parameters.append(own)
                     self._uses.on_this_stream(own)
 
     @outside_graphs
@@ -256,9 +272,9 @@ class ParameterOffload:
             if current_graph_task() < 0:
                 self._give_rest()
 
-    def _close_left(self) -> None:
+    def _close_left(self, begins: FrameType | None = None) -> None:
         """End the calls that are over. See NOTE [ A call that is left without hooks ]."""
-        while self._runs.open and self._runs.open[-1].is_over:
+        while self._runs.open and self._runs.open[-1].is_over(begins):
             self._close(len(self._runs.open) - 1)
         self._runs.end_hooks(None)
 
@@ -269,18 +285,16 @@ class ParameterOffload:
             self._runs.end_hooks(run.hooks)
             with self._lock:
                 run.end(self._uses.claims)
-                # In a recompute, too: other code holds what its nodes need next.
-                self._put_away(run.parameters.values())
+                # In a recompute, too: the nodes that need them next bring them back.
+                self._put_away(run.parameters)
+                if self._runs.open:  # a region with a policy around this call holds some until it ends
+                    around = self._runs.open[-1].parameters
+                    around += [one for one in run.parameters if type(one) is nn.Parameter]
 
     @outside_graphs
     def _pack(self, tensor: Tensor) -> SavedView | Kept:
         self._close_left()
-        address = address_of(tensor.untyped_storage()) if type(tensor) in PLAIN_CLASSES else -1
-        for run in reversed(self._runs.open):
-            parameter = run.parameters.get(address)
-            if parameter is not None and SavedView.is_of(parameter, tensor):
-                return SavedView(parameter, tensor)
-        return Kept(tensor)
+        return saved_view_of(tensor) or Kept(tensor)
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -307,7 +321,7 @@ def offload_parameters(
     store: Store,
     *,
     modules: Iterable[nn.Module] | None = None,
-    min_bytes: int = 2**15,
+    min_bytes: int = LEAST_PARAMETER_BYTES,
 ) -> ParameterOffload:
     """Keep the parameters of a model in a store, and bring those of each module back while it runs.
 
@@ -345,7 +359,7 @@ def offload_parameters(
     """
     check_store(store)
     given = None if modules is None else list(modules)
-    _check_model(model, given)
+    check_model(model, given)
     steps = None if optimizer is None else partial_steps(optimizer)
     own = ParameterOffload(store, min_bytes, steps)
     try:
@@ -358,40 +372,3 @@ def offload_parameters(
         own.remove()
         raise
     return own
-
-
-def _check_around(module: nn.Module) -> None:
-    around = data_parallel_around()
-    if is_managed(module) or (around is not None and any(module is one for one in around.modules())):
-        raise UnsupportedError(
-            f"a {type(module).__name__} was put into {'fully_shard' if around is None else 'DistributedDataParallel'} "
-            "after torchremat.offload_parameters, which cannot move what is sharded or reduced. Call `remove()` of the "
-            "offload before."
-        )
-
-
-def _check_model(model: nn.Module, given: list[nn.Module] | None) -> None:
-    every = list(model.modules())
-    unknown = [type(one).__name__ for one in given or () if all(one is not other for other in every)]
-    if unknown:
-        raise UnsupportedError(f"offload_parameters(modules=...): a {unknown[0]} is no module of the model.")
-    for one in every:
-        if is_compiled(one) or isinstance(one, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"offload_parameters: a {type(one).__name__} is compiled, and its code reads parameters without asking "
-                "for them. Use the plain module."
-            )
-    if keeps_in_store(model):
-        raise UnsupportedError("offload_parameters: parameters of this model are in a store already.")
-    parameters = list(model.named_parameters())
-    if is_reduced_in_buckets(one for _, one in parameters):
-        raise UnsupportedError(
-            "offload_parameters: a DistributedDataParallel has these parameters, and reads them in C++. FSDP2 keeps a "
-            "shard of each in every process."
-        )
-    for name, one in parameters:
-        if type(one) is not nn.Parameter:
-            raise UnsupportedError(
-                f"offload_parameters: {name} is a {type(one).__name__}, whose memory belongs to its class. Only plain "
-                "parameters can wait in a store."
-            )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.stores.base import settle
@@ -30,25 +30,31 @@ class ParameterUses:
 
     def __init__(self) -> None:
         self.claims: Counter[int] = Counter()
-        self._read: dict[int, Tensor] = {}  # what each thread has read last, outside of modules
+        # What each thread has read last, outside of modules, and before that, if it could not leave then.
+        self._read: dict[int, list[Tensor]] = {}
         self._streams: dict[int, torch.Stream] = {}
 
     def forbid(self, parameter: Tensor) -> bool:
         """Return whether a parameter must not leave now."""
         own = (threading.get_ident(), _BACKWARD)
-        others = [one for reader, one in self._read.items() if reader not in own]
+        others = [one for reader, read in self._read.items() if reader not in own for one in read]
         return self.claims[id(parameter)] > 0 or any(one is parameter for one in others)
 
     def read(self, parameter: Tensor, *, in_backward: bool) -> list[Tensor]:
-        """Take note of what this thread, or a backward, reads; return what it has read before."""
+        """Take note of what this thread, or a backward, reads; return what it has read before, and can leave now.
+
+        A node that reads several holds them until it has run.
+        """
         key = _BACKWARD if in_backward else threading.get_ident()
-        last, self._read[key] = self._read.get(key), parameter
-        return [] if last is None or last is parameter else [last]
+        read = self._read.get(key, [])
+        before: list[Tensor] = [one for one in read if one is not parameter and type(one) is nn.Parameter]
+        self._read[key] = [*before[1 - _MOST_READ :], parameter]
+        return before
 
     def done_reading(self) -> list[Tensor]:
         """Return what was read by this thread, the backward, and threads that have ended."""
         others = {one.ident for one in threading.enumerate()} - {threading.get_ident()}
-        return [self._read.pop(reader) for reader in list(self._read) if reader not in others]
+        return [one for reader in list(self._read) if reader not in others for one in self._read.pop(reader)]
 
     def on_this_stream(self, parameter: Tensor) -> None:
         """Take note of the stream that uses a parameter from now on."""
@@ -74,6 +80,7 @@ class ParameterUses:
             held.clear()
 
 
+_MOST_READ = 8  # at once, by a node; more are those of which other code holds the memory
 _BACKWARD = -1  # it has threads of its own, and leaves nothing that they have read
 
 
@@ -94,6 +101,11 @@ class Leaving(NamedTuple):
     handle: Handle
     values: Tensor
     stream: torch.Stream | None
+
+    @property
+    def is_on_this_stream(self) -> bool:
+        """Whether this stream owns the memory, and so can go on using it."""
+        return self.stream is None or self.stream == current_stream(self.values.device)
 
 
 def settle_all(leaving: Iterable[Leaving]) -> None:

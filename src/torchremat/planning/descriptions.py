@@ -158,15 +158,16 @@ def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
 
 
 def with_optimizer(plan: Plan, options: PlanOptions) -> Plan:
-    """Return the plan with the optimizer of this process, and the store of its state, for `apply`."""
+    """Return the plan with the optimizer of this process, and the stores of state and parameters, for `apply`."""
     if options.optimizer is not None:
         object.__setattr__(plan, "given_optimizer", GivenOptimizer(options.optimizer))
         object.__setattr__(plan, "given_optimizer_store", options.optimizer_store)
+        object.__setattr__(plan, "given_parameter_store", options.parameter_store)
     return plan
 
 
 def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[ProfiledStep]) -> Forecast:
-    own, prediction, before = found.profile, found.prediction, profiled.profile.before
+    own, prediction, before = found.profile, found.prediction, profiled.before
     peak_bytes, fixed_bytes = profiled.peak_of(found), profiled.fixed_bytes
     plain_peak_bytes, plain_source = profiled.known_plain()
     state_bytes = own.optimizer.state_bytes if own.optimizer is not None else 0
@@ -195,12 +196,14 @@ def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[Profiled
         released_bytes=profiled.released_bytes,
         waiting_bytes=profiled.waiting_bytes,
         stepping_seconds=profiled.added_s,
+        away_bytes=profiled.parameters.away_bytes,
+        room_bytes=profiled.parameters.room_bytes,
     )
 
 
 def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str) -> Provenance:
     search, stores = profiled.solver, tuple(profiled.options.stores)
-    store = profiled.options.optimizer_store
+    steps = profiled.options.step_stores
     return Provenance(
         budget_bytes=size,
         budget=budget,
@@ -211,7 +214,8 @@ def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str
         stores=tuple(map(repr, stores)),
         speeds=tuple(store_profile.speed for store_profile in search.store_profiles),
         given_stores=stores,
-        optimizer_store="" if store is None else repr(store),
+        optimizer_store="" if steps.state is None else repr(steps.state),
+        parameter_store="" if steps.parameters is None else repr(steps.parameters),
         ran_out=search.search_budget.ran_out,
         conditions=conditions_by_root(found.profile),
         planning_seconds=profiled.placed.spent_seconds,

@@ -15,6 +15,7 @@ from torchremat.planning.descriptions import plan_of, with_optimizer
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.staircases import Staircase, draw, knee_of
@@ -225,7 +226,9 @@ def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
     first, solutions = ways[0], list[Solution]()
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
-        every = [Solution(profiled=way, candidate=one) for way in ways for one in _sought(way, points)]
+        # A way with parameters in a store has the search of the way before it.
+        of_search = {search: _sought(search, points) for search in dict.fromkeys(way.solver for way in ways)}
+        every = [Solution(profiled=way, candidate=one) for way in ways for one in of_search[way.solver]]
         solutions.extend(_undominated(every))
         ran_out = any(way.solver.search_budget.ran_out for way in ways)
         return tuple(_point(one) for one in solutions), ran_out
@@ -241,8 +244,7 @@ def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
     )
 
 
-def _sought(profiled: ProfiledStep, points: int) -> list[Candidate]:
-    search = profiled.solver
+def _sought(search: Search, points: int) -> list[Candidate]:
     with heap_set_aside(), search.search_budget.running():
         with search.search_budget.part(0.0, _FLOOR_SHARE):
             lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes

@@ -17,7 +17,9 @@ from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import state_made
+from torchremat.planning.profiles.parameter_bytes import NONE_AWAY, ParameterBytes, parameter_bytes
 from torchremat.planning.profiles.step_seconds import SteppingSeconds, stepping_seconds
+from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.stepping import Stepping, check_ways, stepping_as
 
@@ -42,8 +44,9 @@ class PlacedStep:
         check_kinds(step, model, options.optimizer, needs_model=True)
         if keeps_in_store(model):
             raise UnsupportedError(
-                "parameters of this model wait in a store (torchremat.offload_parameters), which no plan counts. Plan "
-                "first, apply the plan, and call offload_parameters then."
+                "parameters of this model wait in a store (torchremat.offload_parameters), and a step is profiled with "
+                "all of them in memory. Plan first, apply the plan, and call offload_parameters then; or call "
+                "`remove()`, and plan with parameter_store=."
             )
         self.machine, self.profiled, self.subject = placed(model, step, options.optimizer, options.device, options.on)
         self.peers = peers_of(model)
@@ -80,15 +83,22 @@ class PlacedStep:
 
     @contextmanager
     def stepping(self, way: Stepping) -> Generator[None]:
-        """Let the optimizer step in a way in the block, and have its state."""
+        """Let the optimizer step in a way in the block, and have its state; parameters are in memory in any way."""
         with (
-            stepping_as(self.model, self.options.optimizer, way, self.options.optimizer_store),
+            stepping_as(self.model, self.options.optimizer, way.profiled, self.options.step_stores),
             state_made(self.subject),
         ):
             yield
+
+    def parameter_bytes(self, way: Stepping, trace: Trace) -> ParameterBytes:
+        """Return the bytes of parameters that wait in a store; this moves all of them there and back once."""
+        store, optimizer = self.options.parameter_store, self.options.optimizer
+        if not way.stores_parameters or store is None or optimizer is None:
+            return NONE_AWAY
+        return parameter_bytes(self.model, optimizer, store, trace, self.machine)
 
     @cached_property
     def stepping_seconds(self) -> SteppingSeconds:
         """The seconds that ways of stepping add, measured when first asked for."""
         with self.profiling():
-            return stepping_seconds(self.subject, self.machine.device, self.options.optimizer_store)
+            return stepping_seconds(self.subject, self.machine.device, self.options.step_stores)

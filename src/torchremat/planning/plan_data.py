@@ -59,7 +59,10 @@ class Forecast:
         moving_seconds: Seconds that copies into stores and back add, estimated.
         released_bytes: Bytes of the gradients that are freed in the backward.
         waiting_bytes: Bytes of the optimizer's state that waits in a store.
-        stepping_seconds: Seconds that stepping in the backward, and moving the state, add, estimated.
+        stepping_seconds: Seconds that stepping in the backward, and moving the state and parameters, add, estimated.
+        away_bytes: Bytes of the parameters that wait in a store.
+        room_bytes: The most of them in memory at once in forward and backward; part of the predicted peak, which is an
+            upper bound with it.
     """
 
     peak_bytes: int
@@ -83,6 +86,8 @@ class Forecast:
     released_bytes: int = 0
     waiting_bytes: int = 0
     stepping_seconds: float = 0.0
+    away_bytes: int = 0
+    room_bytes: int = 0
 
     @property
     def is_by_optimizer(self) -> bool:
@@ -136,6 +141,8 @@ class Provenance:
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
         optimizer_store: A description of the store that was given for the optimizer's state; "" without one.
         given_optimizer_store: That store itself, for `apply`; a plan that was loaded has none.
+        parameter_store: A description of the store that was given for parameters; "" without one.
+        given_parameter_store: That store itself, likewise.
         given_optimizer: The optimizer, for `apply`, if it is alive; a plan that was loaded or copied has none.
         ran_out: Whether the search ran out of time, so that a better plan may exist.
         conditions: The conditions of the first call of each module that the step calls itself; other conditions raise a
@@ -155,6 +162,8 @@ class Provenance:
     given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
     optimizer_store: str = ""
     given_optimizer_store: Store | None = field(default=None, compare=False, repr=False, metadata={"written": False})
+    parameter_store: str = ""
+    given_parameter_store: Store | None = field(default=None, compare=False, repr=False, metadata={"written": False})
     given_optimizer: GivenOptimizer = field(
         default_factory=GivenOptimizer, compare=False, repr=False, metadata={"written": False}
     )
@@ -175,7 +184,8 @@ class Choice:
         held: The operators whose outputs units kept in part hold; the tree names an option for these units.
         stored: The kept units whose saved tensors wait in a store.
         unlike: Modules that are not recomputed as a whole since that would not repeat their forward, with the reasons.
-        stepping: How the optimizer steps: whether its gradients are released, and whether its state is stored.
+        stepping: How the optimizer steps: whether its gradients are released, and whether its state and parameters are
+            stored.
     """
 
     tree: Tree

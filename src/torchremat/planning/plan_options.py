@@ -15,8 +15,8 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.planning.devices.device import Device
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
-from torchremat.planning.stepping import Stepping, ways_of_stepping
-from torchremat.planning.store_profiles import check_optimizer_store, check_stores
+from torchremat.planning.stepping import NO_STORES, Stepping, StepStores, ways_of_stepping
+from torchremat.planning.store_profiles import check_step_stores, check_stores
 from torchremat.tensors.handles import Store
 
 P = ParamSpec("P")
@@ -45,6 +45,8 @@ class PlanOptions:
         clip_value: With `release_gradients`: as of `clip_grad_value_`.
         optimizer_store: A store where the state of `optimizer` may wait, if that is faster than other ways to fit the
             budget. See `torchremat.offload_optimizer`.
+        parameter_store: A store where parameters may wait while their modules do not run, if no other way that is
+            allowed fits the budget, or none is as fast. See `torchremat.offload_parameters`.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
             and batch may be real, on the meta device, or fakes.
         progress: Called with the progress of planning; an exception that it raises ends planning. If not given, `plan`,
@@ -54,7 +56,7 @@ class PlanOptions:
     Raises:
         UnsupportedError: `cost`, `operators`, `allow_lossy`, `release_gradients` or `progress` is not valid; one of the
             stores is no store, or is lossy and that is not allowed; or there are stores or `release_gradients` with
-            `on="meta"`.
+            `on="meta"`, or both `stores` and `parameter_store`.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -67,6 +69,7 @@ class PlanOptions:
     accumulates: bool = False
     clip_value: float | None = None
     optimizer_store: Store | None = None
+    parameter_store: Store | None = None
     on: Literal["meta"] | None = None
     progress: Callable[[Progress], None] | Literal[False] | None = None
 
@@ -85,18 +88,27 @@ class PlanOptions:
                 "accumulates= and clip_value= say how gradients are released. Leave them out, or allow that with "
                 'release_gradients=True or "auto".'
             )
-        if self.optimizer_store is not None:
-            check_optimizer_store(self.optimizer_store)
+        check_step_stores(self.step_stores)
+        if self.stores and self.parameter_store is not None:
+            raise UnsupportedError(
+                "stores= and parameter_store=: where saved tensors wait in a store, nodes keep their parameters in "
+                "memory. Leave one of them out."
+            )
         if self.stores and self.on is not None:
             raise UnsupportedError(
                 "stores are chosen by their speed, which has to be measured on the device: leave out stores or "
                 f"on={self.on!r}."
             )
-        if (self.release_gradients or self.optimizer_store is not None) and self.on is not None:
+        if (self.release_gradients or self.step_stores != NO_STORES) and self.on is not None:
             raise UnsupportedError(
-                "release_gradients= and optimizer_store=: parts of the optimizer's step run in the backward to be "
-                f"measured, and need data. Leave them out, or on={self.on!r}."
+                "release_gradients=, optimizer_store= and parameter_store=: parts of the optimizer's step run in the "
+                f"backward to be measured, and need data. Leave them out, or on={self.on!r}."
             )
+
+    @property
+    def step_stores(self) -> StepStores:
+        """The stores where the optimizer's state and parameters may wait."""
+        return StepStores(state=self.optimizer_store, parameters=self.parameter_store)
 
     @property
     def ways_of_stepping(self) -> tuple[Stepping, ...]:
@@ -106,6 +118,7 @@ class PlanOptions:
             stores=self.optimizer_store is not None,
             accumulates=self.accumulates,
             clip_value=self.clip_value,
+            stores_parameters=self.parameter_store is not None,
         )
 
     @property
@@ -131,6 +144,7 @@ class TrainingKeywords(SearchKeywords, total=False):
 
     release_gradients: bool | Literal["auto"]
     optimizer_store: Store | None
+    parameter_store: Store | None
 
 
 class StepKeywords(TrainingKeywords, total=False):

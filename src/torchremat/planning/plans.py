@@ -19,8 +19,8 @@ from torchremat.planning.layout import Application, check_bare, install, modules
 from torchremat.planning.plan_data import PlanData
 from torchremat.planning.plan_page import page_of, steps_of
 from torchremat.planning.printing import text_of
-from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, optimizer_for
-from torchremat.planning.store_profiles import check_optimizer_store, check_stores
+from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, StepStores, optimizer_for
+from torchremat.planning.store_profiles import check_step_stores, check_stores
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import DEEPEST, depth
@@ -47,10 +47,12 @@ class Plan(PlanData, ViewedOverTime):
         allow_lossy: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         optimizer_store: Store | None = None,
+        parameter_store: Store | None = None,
     ) -> None:
         """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
 
-        If the plan releases gradients, or stores the optimizer's state, the optimizer steps in this way from now on.
+        If the plan releases gradients, or stores the optimizer's state or parameters, the optimizer steps in this way
+        from now on.
 
         Args:
             model: The model.
@@ -60,15 +62,17 @@ class Plan(PlanData, ViewedOverTime):
             optimizer: The optimizer that trains the model. By default the one that the plan was made with; a loaded
                 plan has lost it. A plan that leaves its step alone needs none.
             optimizer_store: The store for its state. By default the one that the plan was made with.
+            parameter_store: The store for parameters, likewise.
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not the ones, or it was made without stores, or its regions nest too
                 deeply to run, or it needs an optimizer and has none.
             StepError: The optimizer has none of the model's parameters.
-            StoreError: The state does not go into the store.
+            StoreError: The state, or a parameter, does not go into the store.
             UnsupportedError: One of the stores is no store, or is lossy and that is not allowed; or `allow_lossy` is
-                neither True nor False; or the optimizer's gradients are released already, or see `release_gradients`.
+                neither True nor False; or the optimizer's gradients are released already; or see
+                `release_gradients` and `offload_parameters`.
         """
         check_flags(allow_lossy=allow_lossy)
         given = check_stores(stores, allow_lossy=allow_lossy)
@@ -80,7 +84,7 @@ class Plan(PlanData, ViewedOverTime):
                 "stack has room for. Plan again: this version makes no such plans."
             )
         offload_schedule = self._offload_schedule(given)
-        handles = self._handles(model, optimizer, optimizer_store)
+        handles = self._handles(model, optimizer, StepStores(state=optimizer_store, parameters=parameter_store))
         install(
             model,
             self.calls,
@@ -100,26 +104,36 @@ class Plan(PlanData, ViewedOverTime):
         )
 
     def _handles(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, store: Store | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, given: StepStores
     ) -> Callable[[], SteppingHandles] | None:
         """Return what lets the optimizer step in the way of the plan; None if it steps plainly."""
-        if store is not None:
-            check_optimizer_store(store)
-            if not self.optimizer_store:
+        check_step_stores(given)
+        for name, store, planned, what in (
+            ("optimizer_store", given.state, self.optimizer_store, "the optimizer's state"),
+            ("parameter_store", given.parameters, self.parameter_store, "parameters"),
+        ):
+            if store is not None and not planned:
                 raise PlanError(
-                    "the plan was made without a store for the optimizer's state, so the one given here would hold "
-                    "nothing. Leave `optimizer_store` out, or pass it when you plan."
+                    f"the plan was made without a store for {what}, so the one given here would hold nothing. Leave "
+                    f"`{name}` out, or pass it when you plan."
                 )
         if self.stepping == PLAIN_STEPPING:
             return None
         trains = optimizer_for(model, self.stepping, optimizer or self.given_optimizer.get())
-        place = store or self.given_optimizer_store
-        if self.stepping.stores and place is None:
+        stores = StepStores(
+            state=given.state or self.given_optimizer_store, parameters=given.parameters or self.given_parameter_store
+        )
+        if self.stepping.stores and stores.state is None:
             raise PlanError(
                 f"the plan puts the optimizer's state into a store, and was made with {self.optimizer_store}; none is "
                 "given. Call `apply(model, optimizer=..., optimizer_store=...)` with a store like it."
             )
-        return partial(SteppingHandles, model, trains, self.stepping, place)
+        if self.stepping.stores_parameters and stores.parameters is None:
+            raise PlanError(
+                f"the plan puts parameters into a store, and was made with {self.parameter_store}; none is given. Call "
+                "`apply(model, optimizer=..., parameter_store=...)` with a store like it."
+            )
+        return partial(SteppingHandles, model, trains, self.stepping, stores)
 
     @property
     def _counted(self) -> CountedBytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 from weakref import ref
@@ -11,6 +11,7 @@ from weakref import ref
 from torch import nn
 
 from torchremat.errors import DeviceWarning, warn
+from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.optimizers import parameters_of
@@ -26,6 +27,7 @@ from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_data import PlainSource
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
+from torchremat.planning.profiles.parameter_bytes import NONE_AWAY
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.search import Search
@@ -52,10 +54,12 @@ class ProfiledStep:
         placed: The step where it runs.
         stepping: The way.
         reference: The profile in the first way, which knows the plain step; None if this is the first.
+        like: For a way with parameters in a store: the step in this way without that, which has the same profile.
 
     Attributes:
         placed: The step where it runs.
         stepping: The way in which the optimizer steps.
+        parameters: The bytes of parameters that wait in a store.
         profile: See `Planner`.
         solver: See `Planner`.
         subject: See `Planner`.
@@ -64,12 +68,23 @@ class ProfiledStep:
     """
 
     def __init__(
-        self, placed: PlacedStep, stepping: Stepping = PLAIN_STEPPING, reference: ProfiledStep | None = None
+        self,
+        placed: PlacedStep,
+        stepping: Stepping = PLAIN_STEPPING,
+        reference: ProfiledStep | None = None,
+        like: ProfiledStep | None = None,
     ) -> None:
         self.placed, self.stepping = placed, stepping
         self.model, self.options, self.subject = placed.model, placed.options, placed.subject
         self._machine, self._peers = placed.machine, placed.peers
         self._reference = None if reference is None else ref(reference)  # which has this
+        self._plain: tuple[int, PlainSource] | None = None
+        self.parameters, self._like = NONE_AWAY, like
+        if like is not None:
+            self.profile, self.solver, self._leader = like.profile, like.solver, like._leader
+            with placed.profiling():
+                self.parameters = placed.parameter_bytes(stepping, self.profile.units.trace)
+            return
         search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
         with placed.profiling(), placed.stepping(stepping):
@@ -81,19 +96,29 @@ class ProfiledStep:
         self.profile: Profile = pair.blocks
         with placed.profiling():
             self.solver = Search(pair, self.options, store_profiles, search_budget=search_budget)
-        self._plain: tuple[int, PlainSource] | None = None
+
+    @property
+    def before(self) -> BytesBefore:
+        """Live bytes before the first step."""
+        before = self.profile.before
+        return replace(before, parameter_bytes=before.parameter_bytes - self.parameters.away_bytes)
 
     @property
     def fixed_bytes(self) -> int:
-        """Live bytes before every step except the first: they include the optimizer's state."""
+        """Live bytes before every step except the first: they include the optimizer's state.
+
+        Of parameters that wait in a store they include the most that are in memory at once.
+        """
         state = self.profile.optimizer.state_bytes if self.profile.optimizer is not None else 0
-        return self.profile.before.total_bytes + state
+        return self.before.total_bytes + state + self.parameters.room_bytes
 
     @property
     def optimizer_peak_bytes(self) -> int | None:
         """The peak of `optimizer.step()`, or None without an optimizer."""
         optimizer = self.profile.optimizer
-        return None if optimizer is None else self.profile.before.total_bytes + optimizer.peak_bytes
+        if optimizer is None:
+            return None
+        return self.before.total_bytes + optimizer.peak_bytes + self.parameters.step_room_bytes
 
     def peak_of(self, candidate: Candidate) -> int:
         """Return the predicted peak of a training step under a tree, in absolute bytes."""
@@ -236,6 +261,8 @@ class ProfiledStep:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a step without any recompute, which certificates are made from."""
+        if self._like is not None:
+            return self._like.plain_step
         with bare(self.model):
             return plain_step(
                 self.subject,

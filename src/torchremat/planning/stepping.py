@@ -1,4 +1,4 @@
-"""How the optimizer steps under a plan: where it makes its step, and where its state waits.
+"""How the optimizer steps under a plan: where it makes its step, and where its state and the parameters wait.
 
                            gradients in memory    state in memory
     plain                  all                    all
@@ -7,7 +7,8 @@
     released and stored    one at a time          that of two parameters
 
 These are ways of stepping, in the order of the seconds that they add. Each changes all bytes of a step, so each has a
-profile of its own; the trees of regions are searched for in each.
+profile of its own; the trees of regions are searched for in each. The last way has parameters in a store as well, while
+their modules do not run: it has the profile of the way before it, without these parameters. See `parameter_bytes`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torchremat.errors import PlanError, UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.step import check_steps_on
+from torchremat.optimizing.parameter_checks import check_model
+from torchremat.optimizing.parameter_offload import ParameterOffload, offload_parameters
 from torchremat.optimizing.partial_steps import partial_steps
 from torchremat.optimizing.release import GradientRelease, release_gradients
 from torchremat.optimizing.stored_state import OptimizerOffload, offload_optimizer
@@ -38,15 +41,23 @@ class Stepping:
         stores: Whether the optimizer's state waits in a store.
         accumulates: See `release_gradients`.
         clip_value: See `release_gradients`.
+        stores_parameters: Whether parameters wait in a store.
     """
 
     releases: bool = False
     stores: bool = False
     accumulates: bool = False
     clip_value: float | None = None
+    stores_parameters: bool = False
+
+    @property
+    def profiled(self) -> Stepping:
+        """The way in which the step is profiled: with all parameters in memory."""
+        return replace(self, stores_parameters=False)
 
     def __str__(self) -> str:
         words = ["gradients released"] * self.releases + ["state stored"] * self.stores
+        words += ["parameters stored"] * self.stores_parameters
         return ", ".join(words) or "plain"
 
 
@@ -57,7 +68,12 @@ LEAST_STORED_BYTES = 2**10
 
 
 def ways_of_stepping(
-    *, releases: object, stores: bool, accumulates: bool = False, clip_value: float | None = None
+    *,
+    releases: object,
+    stores: bool,
+    accumulates: bool = False,
+    clip_value: float | None = None,
+    stores_parameters: bool = False,
 ) -> tuple[Stepping, ...]:
     """Return the ways of stepping that the options of a plan allow, in the order of the seconds that they add.
 
@@ -66,6 +82,7 @@ def ways_of_stepping(
         stores: Whether there is a store for the state.
         accumulates: See `release_gradients`.
         clip_value: See `release_gradients`.
+        stores_parameters: Whether there is a store for the parameters.
     """
     released = Stepping(releases=True, accumulates=accumulates, clip_value=clip_value)
     found = [] if releases is True else [PLAIN_STEPPING]
@@ -74,7 +91,25 @@ def ways_of_stepping(
     # While gradients may be released, that comes first: it adds less than moving state does.
     if stores:
         found.append(replace(found[-1], stores=True))
+    if stores_parameters:
+        found.append(replace(found[-1], stores_parameters=True))
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStores:
+    """The stores of a way of stepping; one that the way does not use may be missing.
+
+    Attributes:
+        state: The store of the optimizer's state.
+        parameters: The store of the parameters.
+    """
+
+    state: Store | None = None
+    parameters: Store | None = None
+
+
+NO_STORES = StepStores()
 
 
 class SteppingHandles:
@@ -84,17 +119,19 @@ class SteppingHandles:
         model: The model.
         optimizer: The optimizer that trains it.
         stepping: The way.
-        store: The store of its state; not used unless the way stores it.
+        stores: The stores; not used unless the way does.
 
     Raises:
-        UnsupportedError: See `release_gradients` and `offload_optimizer`.
+        UnsupportedError: See `release_gradients`, `offload_optimizer` and `offload_parameters`.
         StoreError: See `offload_optimizer`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, stepping: Stepping, store: Store | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, stepping: Stepping, stores: StepStores = NO_STORES
+    ) -> None:
         self._stepping = stepping
-        self._model, self._optimizer, self._store = ref(model), ref(optimizer), store
-        self._handles: list[GradientRelease | OptimizerOffload] = []
+        self._model, self._optimizer, self._stores = ref(model), ref(optimizer), stores
+        self._handles: list[GradientRelease | OptimizerOffload | ParameterOffload] = []
         self.put()
 
     def optimizer(self) -> Optimizer | None:
@@ -119,8 +156,11 @@ class SteppingHandles:
                 )
                 self._handles.append(released)
             undo.callback(self.remove)
-            if self._stepping.stores and self._store is not None:
-                self._handles.append(offload_optimizer(optimizer, self._store, min_bytes=LEAST_STORED_BYTES))
+            stores = self._stores
+            if self._stepping.stores and stores.state is not None:
+                self._handles.append(offload_optimizer(optimizer, stores.state, min_bytes=LEAST_STORED_BYTES))
+            if self._stepping.stores_parameters and stores.parameters is not None:
+                self._handles.append(offload_parameters(model, optimizer, stores.parameters))
             undo.pop_all()
 
     def remove(self) -> None:
@@ -128,7 +168,7 @@ class SteppingHandles:
 
         Raises:
             UnsupportedError: A step is open: a backward has released gradients, and `optimizer.step()` did not follow.
-            StoreError: The state cannot be brought back.
+            StoreError: The state, or a parameter, cannot be brought back.
         """
         while self._handles:
             self._handles[0].remove()
@@ -137,13 +177,13 @@ class SteppingHandles:
 
 @contextmanager
 def stepping_as(
-    model: nn.Module, optimizer: Optimizer | None, stepping: Stepping, store: Store | None
+    model: nn.Module, optimizer: Optimizer | None, stepping: Stepping, stores: StepStores
 ) -> Generator[None]:
     """Let an optimizer step in a way for a block."""
     if optimizer is None or stepping == PLAIN_STEPPING:
         yield
         return
-    handles = SteppingHandles(model, optimizer, stepping, store)
+    handles = SteppingHandles(model, optimizer, stepping, stores)
     try:
         yield
     finally:
@@ -239,17 +279,19 @@ def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer 
         return
     if optimizer is None:
         raise UnsupportedError(
-            "release_gradients= and optimizer_store= are about the step of an optimizer, and none is given: pass the "
-            "one that trains the model, `optimizer=`."
+            "release_gradients=, optimizer_store= and parameter_store= are about the step of an optimizer, and none is "
+            "given: pass the one that trains the model, `optimizer=`."
         )
     if are_several and (len(others) > 1 or others != list(ways)):
         raise UnsupportedError(
-            'release_gradients="auto" and optimizer_store= are chosen by seconds that each process measures for '
-            "itself, and processes that train one model need one plan. Say release_gradients=True; for the state "
-            "call `torchremat.offload_optimizer` before you plan."
+            'release_gradients="auto", optimizer_store= and parameter_store= are chosen by seconds that each process '
+            "measures for itself, and processes that train one model need one plan. Say release_gradients=True; for "
+            "the state call `torchremat.offload_optimizer` before you plan."
         )
+    if any(one.stores_parameters for one in others):
+        check_model(model, None)
     released = next((one for one in others if one.releases), None)
     if released is not None:
-        SteppingHandles(model, optimizer, replace(released, stores=False), None).remove()
+        SteppingHandles(model, optimizer, replace(released, stores=False, stores_parameters=False)).remove()
     else:
         partial_steps(optimizer).end()

@@ -24,6 +24,7 @@ from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
+from torchremat.planning.stepping import StepStores
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode
@@ -51,19 +52,33 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
     return tuple(stores)
 
 
-def check_optimizer_store(store: Store) -> None:
-    """Raise if a plan may not put the state of an optimizer into a store.
+def check_step_stores(stores: StepStores) -> None:
+    """Raise if a plan may not put the state of an optimizer, or parameters, into their store.
 
     Raises:
         UnsupportedError: It is no store, or is lossy.
     """
-    _check_kind(store, "optimizer_store")
+    _check_lossless(
+        stores.state,
+        "optimizer_store",
+        "planning moves the state there and back, so the state would be another one afterwards. Plan without it, and "
+        "call `torchremat.offload_optimizer` before.",
+    )
+    _check_lossless(
+        stores.parameters,
+        "parameter_store",
+        "planning moves the parameters there and back, so they would be others afterwards. Plan without it, apply the "
+        "plan, and call `torchremat.offload_parameters` then.",
+    )
+
+
+def _check_lossless(store: Store | None, name: str, why: str) -> None:
+    if store is None:
+        return
+    _check_kind(store, name)
     lossy = _lossy_in(store)
     if lossy is not None:
-        raise UnsupportedError(
-            f"optimizer_store={store!r} loses digits ({lossy!r}), and planning moves the state there and back, so the "
-            "state would be another one afterwards. Plan without it, and call `torchremat.offload_optimizer` before."
-        )
+        raise UnsupportedError(f"{name}={store!r} loses digits ({lossy!r}), and {why}")
 
 
 def _check_kind(store: Store, name: str) -> None:

@@ -63,7 +63,7 @@ from torchremat.regions.selective.forward import Choosing, served
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, waits
+from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, slot_of, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -213,7 +213,7 @@ class Region(Recomputable):
             return left_alone(tensor)  # See NOTE [ What is traced in a region ]
         slots, recording = self.slots, self.recording
         index = len(slots)
-        slot = Slot(self, index)
+        slot = slot_of(self, index, tensor)
         slots.append(ref(slot))
         try:
             recording.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`

@@ -12,6 +12,8 @@ from torch import Tensor
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.recording import Recording
+from torchremat.stores.stored_parameters import saved_view_of
+from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.packed import Owner, Packed
 from torchremat.tensors.versioned import Versioned
@@ -207,6 +209,12 @@ class ServedSlot(Slot):
     def release(self) -> None:
         """Keep the tensor no longer, since an input pass was its last use; a later request recomputes it."""
         self.value = _GONE
+
+
+def slot_of(region: Recomputable, index: int, tensor: Tensor) -> Slot:
+    """Return the slot of a saved tensor. It brings the tensor back itself, if that is a parameter from a store."""
+    served = saved_view_of(tensor) if region.serves and not holding.now else None
+    return Slot(region, index) if served is None else ServedSlot(region, index, served)
 
 
 class _Gone:

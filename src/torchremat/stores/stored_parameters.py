@@ -9,13 +9,13 @@ It is the same object, with the same gradient, hooks, version and options. What 
                   (`resize_(0)`) such a read would end the process
 
 Its values leave only if no other code can see their memory: no other tensor lies in it, and no node has saved it. A
-node that saves it while a module of an offload runs gets a `SavedView` instead. So values that other code holds, in an
-entry of a `state_dict`, say, stay and change with the training, as they do without a store.
+node that saves it while a module of an offload runs, and a region, hold a `SavedView` instead. So values that other
+code holds, in an entry of a `state_dict`, say, stay and change with the training, as they do without a store.
 
 NOTE [ What is handed back to autograd ]
 The parameter itself is no other tensor in its memory, so its values leave though a list has it, or what stands for a
-saved tensor. A node that gets it back reads NaN in C++. So regions keep an alias of a parameter that is saved, whose
-memory stays, and hooks of others are given one.
+saved tensor. A node that gets it back reads NaN in C++. So what a region hands back is an alias, of a `SavedView` or of
+the parameter, whose memory stays meanwhile; and hooks of others are given one.
 
 NOTE [ Who moves the values of a parameter ]
 A thread that holds `_lock`, in this order:
@@ -51,6 +51,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
 from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.parts import PLAIN_CLASSES, memories_of
 from torchremat.tensors.structure import tensors_in as tensors_of
 from torchremat.tensors.versioned import Versioned
 
@@ -62,6 +63,10 @@ class Keeper(Protocol):
 
     def in_memory(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a block in which those are in memory for which it decides, and after which they leave."""
+        ...
+
+    def taken_back(self, parameter: Tensor) -> Tensor | None:
+        """Return the values of a parameter that are on their way out, which then stay; None if they are gone."""
         ...
 
     def came_back(self, parameter: Tensor, *, is_read: bool) -> None:
@@ -176,7 +181,8 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
         stored = _stored.get(id(parameter))
         if stored is not None:
             with plainly():
-                parameter.data = stored.content.back(stored.handle.get())
+                left = stored.keeper.taken_back(parameter)
+                parameter.data = stored.content.back(stored.handle.get()) if left is None else left
             del _stored[id(parameter)]
         cast("Any", parameter).__class__ = nn.Parameter
     if stored is not None:
@@ -234,7 +240,8 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
                     return []
                 gone = ref(parameter, partial(_forget, id(parameter)))
                 _stored[id(parameter)] = _StoredValues(handle, content, keeper, gone)
-                parameter.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+                went_out(values)
+                parameter.data = stand_in(parameter.dtype, parameter.device).expand(parameter.shape)
             return [(handle, values)]
         finally:
             if id(parameter) not in _stored:
@@ -281,7 +288,8 @@ def plainly() -> Generator[None]:
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one NaN that is the memory of parameters that are away."""
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
@@ -295,17 +303,6 @@ class SavedView:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._version = tensor._version
 
-    @staticmethod
-    def is_of(parameter: Tensor, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the memory of a parameter, and is read as the parameter is."""
-        return (
-            type(parameter) is nn.Parameter
-            and parameter.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            and parameter.dtype == tensor.dtype
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
-
     def get(self) -> Tensor:
         """Return the view.
 
@@ -317,3 +314,43 @@ class SavedView:
         values = Versioned(self._parameter, self._version).get().detach()
         del held
         return values.as_strided(self._size, self._stride, self._offset)
+
+
+# By the address of their memory: the parameters of offloads that are in memory.
+_in_memory: dict[int, ReferenceType[Tensor]] = {}
+
+
+def came_in(parameter: Tensor) -> None:
+    """Take note that a parameter is in memory for a while. A node that saves it should hold a `SavedView` of it."""
+    address = parameter.untyped_storage()._cdata
+    _in_memory[address] = ref(parameter, partial(_is_gone, address))
+
+
+def _is_gone(address: int, parameter: ReferenceType[Tensor]) -> None:
+    if _in_memory.get(address) is parameter:
+        del _in_memory[address]
+
+
+def went_out(parameter: Tensor) -> None:
+    """Take note that the memory of a parameter is that of any tensor from now on."""
+    _in_memory.pop(parameter.untyped_storage()._cdata, None)
+
+
+def saved_view_of(tensor: Tensor) -> SavedView | None:
+    """Return what to hold in place of a tensor, if it lies in the memory of such a parameter, else None."""
+    memories = memories_of(tensor) if _in_memory and type(tensor) in PLAIN_CLASSES else ()
+    if not memories:
+        return None
+    address = memories[0]._cdata
+    parameter = None if (found := _in_memory.get(address)) is None else found()
+    if parameter is None:
+        return None
+    # It is read as the parameter is, and not one that got the address of its earlier memory.
+    is_view = (
+        type(parameter) is nn.Parameter
+        and parameter.untyped_storage()._cdata == address
+        and parameter.dtype == tensor.dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+    return SavedView(parameter, tensor) if is_view else None

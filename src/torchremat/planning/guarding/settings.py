@@ -58,6 +58,11 @@ class GuardSettings:
                 "guard: the plan stores the optimizer's state, and the smaller plans that take its place when memory "
                 "runs out would bring that back. Call `torchremat.offload_optimizer` yourself, and plan then."
             )
+        if plan is not None and plan.stepping.stores_parameters:
+            raise UnsupportedError(
+                "guard: the plan stores parameters, and the smaller plans that take its place when memory runs out "
+                "would bring those back. Plan without parameter_store=."
+            )
         self._check_budget(model)
         for one in _named(self.guard):
             check_named(one)

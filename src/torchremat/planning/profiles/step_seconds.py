@@ -1,13 +1,13 @@
 """The seconds of ways of stepping: what it adds to step on one parameter after the other, and to move the state.
 
 All of it is measured on the real optimizer, whose steps are undone, and on the real store, with tensors like the
-state's. In the backward transfers run beside it, and only what they take from it counts, and what is left when it is
-over. The seconds are for comparisons; bytes are those of a profile of each way.
+state's and the parameters. In the backward transfers run beside it, and only what they take from it counts, and what
+is left when it is over. The seconds are for comparisons; bytes are those of a profile of each way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,17 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.storages import tensors_in
 from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.optimizing.groups import groups_by_parameter, step_on
+from torchremat.optimizing.parameter_offload import LEAST_PARAMETER_BYTES
 from torchremat.planning.profiles.optimizers import stepped_and_undone
-from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping
+from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping, StepStores
 from torchremat.stores.base import StoreStatistics
 from torchremat.tensors.handles import Store
 
 _TIMES = 3
+
+# A parameter comes in and leaves in the forward, in a recompute, and in the backward. Plans that need a store for
+# parameters recompute most of the forward.
+_USES_BESIDE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +42,36 @@ class SteppingSeconds:
         moves_s: Of moving the state out and back, if the step waits for it.
         busy_s: The part of these that the step loses without waiting.
         state_bytes: The bytes of the state.
+        parameters_s: Of moving the parameters out and back once, if the step waits for it.
+        parameters_busy_s: The part of these that the step loses without waiting.
     """
 
     parts_s: float
     moves_s: float
     busy_s: float
     state_bytes: int
+    parameters_s: float = 0.0
+    parameters_busy_s: float = 0.0
 
     def added_s(self, stepping: Stepping, backward_s: float) -> float:
         """Return the seconds that a way adds to a step whose backward takes `backward_s`."""
-        parts_s = self.parts_s if stepping.releases else 0.0
-        if not stepping.stores:
-            return parts_s
-        if not stepping.releases:  # nothing runs beside it
-            return self.moves_s
-        return parts_s + max(self.busy_s, self.moves_s - backward_s)
+        uses = _USES_BESIDE * stepping.stores_parameters
+        moves_s, busy_s = uses * self.parameters_s, uses * self.parameters_busy_s
+        alone_s = self.parts_s if stepping.releases else 0.0
+        if stepping.releases and stepping.stores:
+            moves_s, busy_s = moves_s + self.moves_s, busy_s + self.busy_s
+        elif not stepping.releases:  # nothing runs beside the step
+            alone_s += self.moves_s * stepping.stores + self.parameters_s * stepping.stores_parameters
+        return alone_s + max(busy_s, moves_s - backward_s)
 
 
-def stepping_seconds(subject: Subject, device: torch.device, store: Store | None) -> SteppingSeconds:
+def stepping_seconds(subject: Subject, device: torch.device, stores: StepStores) -> SteppingSeconds:
     """Measure the seconds of ways of stepping; nothing is added where a step does not fit into memory for that.
 
     Args:
         subject: The step, with its optimizer.
         device: The device.
-        store: The store where state may wait.
+        stores: The stores where state and parameters may wait.
 
     Raises:
         UnsupportedError: See `step_alone`.
@@ -72,18 +83,34 @@ def stepping_seconds(subject: Subject, device: torch.device, store: Store | None
             raise
         let_go(error)
         parts_s, tensors = 0.0, []
-    payload = Payload(tensors=tuple(one for one in tensors if one[0] >= LEAST_STORED_BYTES))
-    moves_s = busy_s = 0.0
-    if store is not None and payload.tensors:
-        found = getattr(store, "statistics", None)
-        limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
-        speed = measured_speed(store, device, payload, limit_bytes)
-        for one in (speed.out, speed.back):
-            moves_s += one.seconds(len(payload.tensors), payload.size_bytes)
-            busy_s += one.busy_s(len(payload.tensors), payload.size_bytes)
-    return SteppingSeconds(
-        parts_s=parts_s, moves_s=moves_s, busy_s=busy_s, state_bytes=sum(size for size, _ in tensors)
+    moves_s, busy_s = _moves(stores.state, device, [one for one in tensors if one[0] >= LEAST_STORED_BYTES])
+    optimizers = [] if subject.optimizer is None else [subject.optimizer]
+    parameters = [(one.nbytes, one.dtype) for one in parameters_of(optimizers) if _is_on(one, device)]
+    parameters_s, parameters_busy_s = _moves(
+        stores.parameters, device, [one for one in parameters if one[0] >= LEAST_PARAMETER_BYTES]
     )
+    return SteppingSeconds(
+        parts_s=parts_s,
+        moves_s=moves_s,
+        busy_s=busy_s,
+        state_bytes=sum(size for size, _ in tensors),
+        parameters_s=parameters_s,
+        parameters_busy_s=parameters_busy_s,
+    )
+
+
+def _moves(
+    store: Store | None, device: torch.device, tensors: Sequence[tuple[int, torch.dtype]]
+) -> tuple[float, float]:
+    """Return the seconds of moving tensors out and back: if the step waits for it, and if it does not."""
+    if store is None or not tensors:
+        return 0.0, 0.0
+    payload = Payload(tensors=tuple(tensors))
+    found = getattr(store, "statistics", None)
+    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
+    speed = measured_speed(store, device, payload, limit_bytes)
+    both, count, size_bytes = (speed.out, speed.back), len(payload.tensors), payload.size_bytes
+    return sum(one.seconds(count, size_bytes) for one in both), sum(one.busy_s(count, size_bytes) for one in both)
 
 
 def _parts(subject: Subject, device: torch.device) -> tuple[float, list[tuple[int, torch.dtype]]]:

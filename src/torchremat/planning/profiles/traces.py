@@ -122,6 +122,7 @@ class Trace:
         sharded: The names of the modules that FSDP2 has sharded.
         loops: The number of times that a `torchremat.loop` ran.
         looped: The names of the modules that these called. Their calls are not among the calls.
+        parameters: The names of parameters, by storage.
     """
 
     calls: list[TracedCall]
@@ -138,6 +139,7 @@ class Trace:
     sharded: frozenset[str] = frozenset()
     loops: int = 0
     looped: frozenset[str] = frozenset()
+    parameters: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def is_never_unit(self, index: int) -> bool:
         """Whether a call is no unit whatever the grain, so that it stays code between the units, or is split."""

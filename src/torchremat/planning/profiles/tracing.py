@@ -60,6 +60,7 @@ class _CallFollower:
         fixed: Storages of parameters and buffers, by the recorder's numbers.
         loops: How many loops have begun.
         looped: The names of the modules that loops called.
+        parameter_names: The names of parameters, by storage.
     """
 
     def __init__(self, model: nn.Module, log: StepRecorder) -> None:
@@ -75,6 +76,8 @@ class _CallFollower:
         self.inside_loops = 0
         self.looped: set[str] = set()
         self.fixed = frozenset(number for tensor in _named(model) for number in log.storages(tensor))
+        named = model.named_parameters()
+        self.parameter_names = {number: name for name, one in named for number in log.storages(one)}
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
@@ -257,6 +260,7 @@ def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: Allocat
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
         loops=own.loops,
         looped=frozenset(own.looped),
+        parameters={numbers[storage]: name for storage, name in own.parameter_names.items()},
     )
 
 

@@ -152,7 +152,7 @@ class Adaptive(Generic[B]):
         if release_gradients:
             way = Stepping(releases=True)
             check_ways([way], model, optimizer, are_several=False)
-            self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way, None)
+            self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way)
 
     @without_our_frames
     def __call__(self, batch: B) -> Tensor:

@@ -121,6 +121,8 @@ class Choosing:
             return slot  # See NOTE [ What is traced in a region ]
         if self._run.is_done:
             self._run.rest()
+        if slot.value is not None:
+            return slot  # a parameter from a store, which it brings back itself
         value = self._value(tensor) if self._region.serves else None
         if value is None:
             self.selection.end = len(self.selection.operators)
