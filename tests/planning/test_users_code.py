@@ -343,3 +343,30 @@ def test_what_is_called_in_evaluation_alone_is_not_told():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)
+
+
+class Lazy(nn.Module):
+    """Returns what is still to be computed, as GPyTorch's lazy kernels; the loss asks for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.kernel = block(), nn.Sequential(block(), block())
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return lambda: self.kernel(hidden)
+
+
+# A step of the planned kind was reported: "`kernel.0.0` was called 0 times in one forward, and planned for 1".
+def test_a_call_outside_of_the_forward_of_its_owner_is_no_call_too_few():
+    model, x = Lazy(), inputs(64, 64)
+
+    def step(model):
+        return square(model(x)())
+
+    made = lowest_plan(model, step)
+    made.apply(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model).backward()

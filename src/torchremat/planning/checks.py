@@ -221,6 +221,7 @@ class PlannedScope(Scope):
 
     root: str = ""
     inputs: InputSizes | None = None
+    others: tuple[str, ...] = field(default=(), kw_only=True)  # roots inside this one, which look at their own calls
     rise_bytes: int | None = None
     slowdown: float | None = None
     told: list[str] = field(default_factory=list[str])  # once per application of a plan
@@ -269,7 +270,11 @@ class PlannedScope(Scope):
         if len(self.seen) != 1 or self.calls_vary:
             return
         self.seen.append(counts)
-        planned = Counter(name for name, _ in self.choices if is_part_of(name, self.root))
+        planned = Counter(
+            name
+            for name, _ in self.choices
+            if is_part_of(name, self.root) and not any(is_part_of(name, one) for one in self.others)
+        )
         fewer = [name for name, times in planned.items() if counts.get(name, 0) < times]
         if fewer:
             name = fewer[0]

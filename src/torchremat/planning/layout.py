@@ -257,6 +257,7 @@ def install(
                     conditions=(conditions or {}).get(name),
                     unmet=frozenset(one for one, root in watched.items() if root == name),
                     calls_vary=calls.vary,
+                    others=tuple(one for one in calls.roots if one != name and is_part_of(one, name)),
                     checks=checks,
                 )
             )
