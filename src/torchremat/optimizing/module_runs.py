@@ -115,8 +115,8 @@ def _is_of(found: object, pack: object) -> bool:
 def set_hooks(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> SetHooks | None:
     """Set hooks for saved tensors as a module begins, where `pack` and `unpack` are an offload's own.
 
-    Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays. See
-    NOTE [ What is handed back to autograd ].
+    Other hooks decide what is kept of what they are given: a region keeps nothing, and what others keep stays.
+    See NOTE [ What is handed back to autograd ].
     """
     top = top_saved_tensor_hooks(True)
     if top is None:

@@ -193,8 +193,7 @@ def resident_bytes(
 ) -> int:
     """Return the bytes on a device that are neither of a pipeline's step nor of samples of its stages.
 
-    The profile of one stage counts the other stages, their state and the batch there as well. See
-    NOTE [ What a device holds ].
+    See NOTE [ What a device holds ]. The profile of one stage counts the other stages and the batch there as well.
     """
     ours = [tensor for sample in samples for tensor in sample.holds]
     inputs = (*holdings_of(step).tensors, *ours)
