@@ -64,6 +64,18 @@ def test_the_training_is_the_same_within_the_budget(tmp_path, options, model):
 
 
 BELOW = {"release_gradients": True, "optimizer_store": Disk}
+SAVING = {"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The plain training and its folder, and the bytes of the lowest plan, all of whose gradients are kept."""
+    folder = tmp_path_factory.mktemp("plain")
+    plain = train(folder, **SAVING)
+    for row in plain.others:
+        row.pop("grad_norm", None)  # of all gradients
+    floor = train(tmp_path_factory.mktemp("floor"), [budget("min")], **SAVING)
+    return plain, folder, floor.logged[0]["memory_measured_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -75,16 +87,12 @@ BELOW = {"release_gradients": True, "optimizer_store": Disk}
     ],
     ids=["both", "auto", "shapes"],
 )
-def test_the_training_is_the_same_with_released_gradients(tmp_path, size, options):
-    training = {"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 3}
-    plain = train(tmp_path / "plain", **training)
-    floor = train(tmp_path / "floor", [budget("min")], **training).logged[0]["memory_measured_bytes"]
+def test_the_training_is_the_same_with_released_gradients(tmp_path, size, options, kept):
+    plain, checkpoints, floor = kept
     # A store of the module's would have its threads until the tests end.
     options = {name: one() if one is Disk else one for name, one in options.items()}
-    ours = train(tmp_path / "ours", [budget(size, **options)], **training)
+    ours = train(tmp_path, [budget(size, **options)], **SAVING)
 
-    for row in plain.others:
-        row.pop("grad_norm", None)  # of all gradients
     assert ours == plain
     row = ours.logged[-1]
     assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
@@ -115,7 +123,7 @@ def test_parameters_wait_in_a_store(tmp_path):
     assert store.statistics.peak_stored_bytes > 2.9 * parameter_bytes  # with the optimizer's state
     assert ours.is_bare
     assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
-    states = [torch.load(tmp_path / name / "checkpoint-3/optimizer.pt") for name in ("plain", "ours")]
+    states = [torch.load(one / "checkpoint-3/optimizer.pt") for one in (checkpoints, tmp_path)]
     assert equal(*states)
 
 

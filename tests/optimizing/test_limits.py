@@ -1,20 +1,22 @@
 """Plans in a process whose address space is too small for a step that does not release its gradients."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
+from forked import run_main
+
 PROGRAM = """
-import json, os, resource, sys
+import ctypes, json, os, resource, sys
 import torch
 from torch import nn
 import torchremat
 from torchremat.errors import TorchrematError
 
 torch.set_num_threads(1)
+# Each tensor in pages of its own, so that what is freed leaves the address space: M_MMAP_THRESHOLD of glibc.
+assert ctypes.CDLL(None).mallopt(-3, 65536)
 
 # Each case is a process of its own, forked before autograd has run.
 for budget, releases in json.loads(sys.argv[1]):
@@ -68,24 +70,15 @@ print(json.dumps({"said": said, "equal": equal}))
 BUDGETS = ["min", "100%", 24 * 2**20]
 
 
-@pytest.fixture(scope="module")
-def found():
-    """What becomes of each budget where gradients may be released, and of the lowest one where they may not."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the address space is read from /proc")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the address space is read from /proc")
+def test_where_not_even_a_profile_of_the_plain_step_fits_gradients_are_released(tmp_path):
     cases = [*((budget, "auto") for budget in BUDGETS), ("min", "no")]
-    # Each tensor in pages of its own, so that what is freed leaves the address space.
-    settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    program = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, env=settings)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
 
+    done = run_main(program, json.dumps(cases), folder=tmp_path, timeout=300)
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_where_not_even_a_profile_of_the_plain_step_fits_gradients_are_released(found, budget):
-    assert found[budget, "auto"] == {"said": "gradients released", "equal": True}
-
-
-def test_without_leave_to_release_them_it_is_told_that_memory_ran_out(found):
-    assert "can't allocate memory" in found["min", "no"]["said"]
+    assert done.code == 0, done.err
+    *released, without_leave = map(json.loads, done.out.splitlines())
+    assert released == [{"said": "gradients released", "equal": True}] * len(BUDGETS)
+    assert "can't allocate memory" in without_leave["said"]

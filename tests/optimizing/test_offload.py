@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import torchremat
 from forked import run_main
-from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Lion, Loop, equal, in_memory, loss_of, net
+from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Lion, Loop, equal, in_memory, loss_of, net, plain_end
 from probes.memory import record_allocations
 from torchremat import (
     Compressed,
@@ -57,7 +57,7 @@ def into(store, *, releases=False, min_bytes=64):
 @pytest.mark.parametrize("releases", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_run_is_bit_for_bit_the_plain_one(kind, releases):
-    plain, store = Loop(kind).run().ends_with(), Host()
+    plain, store = plain_end(kind), Host()
 
     stored = Loop(kind, into(store, releases=releases)).run()
 
@@ -70,7 +70,7 @@ def test_a_run_is_bit_for_bit_the_plain_one(kind, releases):
 @pytest.mark.parametrize("releases", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("make", STORES.values(), ids=STORES)
 def test_every_store_gives_back_what_it_took(make, releases):
-    plain, store = Loop(adamw).run().ends_with(), make()
+    plain, store = plain_end(adamw), make()
 
     stored = Loop(adamw, into(store, releases=releases)).run()
 
@@ -116,14 +116,14 @@ def test_the_state_of_two_parameters_is_in_memory_at_most(releases):
 
 
 def test_state_that_exists_goes_at_once_and_comes_back_at_the_end():
-    plain, stored = Loop(adamw).run(), Loop(adamw).run(stop=10)
+    plain, stored = Loop(adamw).run(), Loop(adamw).run(stop=4)
     disk = Disk()
     with offload_optimizer(stored.optimizer, disk, min_bytes=64):
         assert in_memory(stored.optimizer) == COUNTS
-        stored.run(10, 15)
+        stored.run(4, 8)
     assert {type(one) for one in dict.values(stored.optimizer.state)} == {dict}
     assert disk.statistics.stored_bytes == 0
-    stored.run(15)
+    stored.run(8)
 
     assert equal(stored.ends_with(), plain.ends_with())
     assert not stored.optimizer._optimizer_step_pre_hooks
@@ -134,7 +134,7 @@ def test_state_that_exists_goes_at_once_and_comes_back_at_the_end():
 
 
 def test_a_checkpoint_in_the_middle_resumes():
-    plain = Loop(adamw).run().ends_with()
+    plain = plain_end(adamw)
     first = Loop(adamw, into(Disk(), releases=True)).run(stop=8)
     file = io.BytesIO()
     torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.schedule.state_dict()], file)
@@ -351,7 +351,7 @@ def test_a_lossy_codec_is_the_users_word():
 
 
 def test_without_room_the_state_stays_in_memory():
-    plain = Loop(adamw).run().ends_with()
+    plain = plain_end(adamw)
 
     stored = Loop(adamw, into(Host("10KiB"))).run()
 
@@ -477,7 +477,7 @@ def test_a_process_that_is_killed_in_a_step_leaves_its_checkpoint_and_nothing_el
     parts = loop.model, loop.optimizer, loop.average, loop.schedule
     for own, state in zip(parts, torch.load(file, weights_only=True), strict=True):
         own.load_state_dict(state)
-    assert equal(loop.run(8).ends_with(), Loop(adamw).run().ends_with())
+    assert equal(loop.run(8).ends_with(), plain_end(adamw))
 
 
 # ------------------------------------------------------------------------------------------------------------ its life

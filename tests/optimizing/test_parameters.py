@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 import torchremat
 from optimizing.chains import LAYER, LAYERS, chain, forward, gradients, stored, values
-from optimizing.loops import KINDS, STEPS, WIDTH, Loop, equal, loss_of, net
+from optimizing.loops import KINDS, STEPS, WIDTH, Loop, equal, loss_of, net, plain_end
 from optimizing.test_offload import STORES, adamw
 from torchremat import (
     Disk,
@@ -45,7 +45,7 @@ def into(store, *more):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_run_is_bit_for_bit_the_plain_one(kind, releases):
     # Two uses of one weight, a frozen part, an average of the parameters that is made after each step.
-    plain, store = Loop(kind).run().ends_with(), Host()
+    plain, store = plain_end(kind), Host()
 
     ours = Loop(kind, into(store, *["release"] * releases)).run()
 
@@ -55,7 +55,7 @@ def test_a_run_is_bit_for_bit_the_plain_one(kind, releases):
 
 @pytest.mark.parametrize("more", [("release", "parameters"), ("state",), ("state", "release", "parameters")], ids=str)
 def test_it_goes_with_released_gradients_and_stored_state_in_any_order(more):
-    plain, store = Loop(adamw).run().ends_with(), Host()
+    plain, store = plain_end(adamw), Host()
 
     ours = Loop(adamw, into(store, *more)).run()
 
@@ -65,7 +65,7 @@ def test_it_goes_with_released_gradients_and_stored_state_in_any_order(more):
 
 @pytest.mark.parametrize("make", STORES.values(), ids=STORES)
 def test_every_store_gives_back_what_it_took(make):
-    plain, store = Loop(adamw).run().ends_with(), make()
+    plain, store = plain_end(adamw), make()
 
     ours = Loop(adamw, into(store, "release")).run()
 
@@ -297,7 +297,7 @@ def test_a_copy_is_a_plain_model():
 
 
 def test_a_checkpoint_in_the_middle_resumes():
-    plain = Loop(adamw).run().ends_with()
+    plain = plain_end(adamw)
     first = Loop(adamw, into(Disk(), "release")).run(stop=8)
     saved = copy.deepcopy([first.model.state_dict(), first.optimizer.state_dict(), first.schedule.state_dict()])
     average = copy.deepcopy(first.average)

@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
-from optimizing.loops import KINDS, ByTheNormOfAll, Lion, Loop, Noisy, equal, loss_of, net
+from optimizing.loops import KINDS, ByTheNormOfAll, Lion, Loop, Noisy, equal, loss_of, net, plain_end
 from probes.memory import record_allocations
 from torchremat import MutationError, UnsupportedError, checkpoint, measure, release_gradients
 
@@ -25,7 +25,7 @@ def adamw(model):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_run_is_bit_for_bit_the_plain_one(kind):
-    plain = Loop(kind).run().ends_with()
+    plain = plain_end(kind)
 
     released = Loop(kind, release_gradients).run().ends_with()
 
@@ -64,7 +64,7 @@ def test_one_gradient_is_in_memory_at_a_time():
 
 
 def test_a_run_resumes_from_a_checkpoint_in_the_middle():
-    plain = Loop(adamw).run().ends_with()
+    plain = plain_end(adamw)
     first = Loop(adamw, release_gradients).run(stop=8)
     saved = [first.model.state_dict(), first.optimizer.state_dict(), first.schedule.state_dict()]
 

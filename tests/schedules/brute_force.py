@@ -91,8 +91,14 @@ def nodes(first, end, options):
     return several
 
 
-def leaves(node):
-    return [node[0]] if isinstance(node, tuple) else [stage for child in node for stage in leaves(child)]
+def span(node):
+    """The stages of a node, each of which is the next after the one before it."""
+    first = last = node
+    while isinstance(first, list):
+        first = first[0]
+    while isinstance(last, list):
+        last = last[-1]
+    return range(first[0], last[0] + 1)
 
 
 def trees(chain):
@@ -120,10 +126,10 @@ def evaluate(chain, forest):
                 recompute(children[place], held)
 
     def recompute(region, outside):
-        start, *_, stop = [*leaves(region), leaves(region)[-1]]
-        base, holds = outside + stages[stop].backward_base_bytes, []
+        numbers, holds = span(region), []
+        start, base = numbers[0], outside + stages[numbers[-1]].backward_base_bytes
         for child in region:
-            number, last = leaves(child)[0], child is region[-1]
+            number, last = span(child)[0], child is region[-1]
             stage, linked = stages[number], 0 if number == start else stages[number].linked_bytes
             if isinstance(child, tuple):
                 option = stage.options[child[1]]
@@ -134,8 +140,8 @@ def evaluate(chain, forest):
             else:
                 holds.append(linked)
                 if not last:
-                    drop(leaves(child), [base + sum(holds)] * len(leaves(child)))
-                    costs.extend(stages[inner].forward for inner in leaves(child))
+                    drop(span(child), [base + sum(holds)] * len(span(child)))
+                    costs.extend(stages[inner].forward for inner in span(child))
         backward(region, holds, outside)
 
     def drop(numbers, over):
@@ -146,7 +152,7 @@ def evaluate(chain, forest):
 
     holds = []
     for node in forest:
-        numbers = leaves(node)
+        numbers = span(node)
         stage = stages[numbers[0]]
         if isinstance(node, tuple):
             option = stage.options[node[1]]

@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -58,14 +59,21 @@ def cheapest(flow, pulls, limit, regions=NO_REGIONS):
     runs again, and something begins wherever one runs that is not the next after the last, or after a pull.
     """
     size = [value.size_bytes for value in flow.values]
-    made = {value for operator in flow.operators for value in operator.outputs}
-    outside = frozenset(range(len(size))) - made
+    made = [value for operator in flow.operators for value in operator.outputs]
+    # Sets of values are the bits of a number.
+    reads = [bits(pull.reads) for pull in pulls]
+    operators = [
+        (number, bits(operator.inputs), bits(operator.outputs), operator.cost)
+        for number, operator in enumerate(flow.operators)
+        if math.isfinite(operator.cost)
+    ]
 
+    @cache
     def bytes_of(live):
-        return sum(size[value] for value in live - outside)
+        return sum(size[value] for value in made if live >> value & 1)
 
     # A state: how many pulls are done, and what is live. Before the first pull anything may be thrown away.
-    start = (0, frozenset(range(len(size))), None, frozenset())
+    start = (0, bits(range(len(size))), None, 0)
     costs, queue, count = {start: 0.0}, [(0.0, 0, start)], 0
     while queue:
         cost, _, state = heapq.heappop(queue)
@@ -74,26 +82,29 @@ def cheapest(flow, pulls, limit, regions=NO_REGIONS):
         done, live, last, ran = state
         if done == len(pulls):
             return cost
-        found = [(cost, (done, live - {value}, last, ran)) for value in live & made]
-        pull = pulls[done]
-        if set(pull.reads) <= live and bytes_of(live) + pull.other_bytes <= limit:
+        found = [(cost, (done, live ^ 1 << value, last, ran)) for value in made if live >> value & 1]
+        if not reads[done] & ~live and bytes_of(live) + pulls[done].other_bytes <= limit:
             found.append((cost, (done + 1, live, None, ran)))
-        for number, operator in enumerate(flow.operators):
+        for number, inputs, outputs, price in operators:
             # A recompute takes no bytes here: the bound does not count them either.
-            if set(operator.inputs) <= live and math.isfinite(operator.cost):
-                price = cost + operator.cost
+            if not inputs & ~live:
+                price += cost
                 if regions.begun_cost and (last is None or number != last + 1):
                     price += regions.begun_cost[number]
-                if regions.saved_cost and number not in ran:
+                if regions.saved_cost and not ran >> number & 1:
                     price += regions.saved_cost[number]
-                runs = (number, ran | {number}) if regions.begun_cost else (None, ran)
-                found.append((price, (done, live | set(operator.outputs), *runs)))
+                runs = (number, ran | 1 << number) if regions.begun_cost else (None, ran)
+                found.append((price, (done, live | outputs, *runs)))
         for price, after in found:
             if price < costs.get(after, math.inf):
                 costs[after] = price
                 count += 1
                 heapq.heappush(queue, (price, count, after))
     return math.inf
+
+
+def bits(values):
+    return sum(1 << value for value in set(values))
 
 
 def test_the_bound_is_never_above_the_best_of_all_schedules():

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedules.brute_force import evaluate, leaves, make_option, make_stage, random_chain, trees
+from schedules.brute_force import evaluate, make_option, make_stage, random_chain, span, trees
 from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import Outcome, interpret
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
@@ -85,7 +85,7 @@ def test_tables_without_time_know_no_regions():
 @pytest.mark.parametrize("borders", [{1}, {2}, {1, 3}])
 def test_no_region_spans_a_border(borders):
     def spans(node):
-        return isinstance(node, list) and any(leaves(node)[0] < border <= leaves(node)[-1] for border in borders)
+        return isinstance(node, list) and any(span(node)[0] < border <= span(node)[-1] for border in borders)
 
     for seed in range(60):
         chain = replace(random_chain(seed, 4, 1), borders=frozenset(borders))
