@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat.pipeline.dependency import Passing, passed, with_grad
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.streams import CpuStream, Stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
