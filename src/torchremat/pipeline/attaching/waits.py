@@ -21,7 +21,7 @@ from torchremat._compat.pipelining import (
     name_of,
     stages_of,
 )
-from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.attaching.patches import Original, Patch
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.recorder import Recorder
 
@@ -98,19 +98,16 @@ class _Receives:
     """Replaces `get_bwd_recv_ops` or `get_fwd_recv_ops`: the schedule waits next for the receives that it asks for."""
 
     def __init__(self, stage: TorchStage, name: str, direction: Direction, waits: Waits) -> None:
-        self._stage = ref(stage)
-        self._name = name
-        self._own = cast("Callable[[int], list[object]] | None", vars(stage).get(name))
+        self._index = stage.stage_index
+        self._receive = Original(stage, name)
         self._direction: Direction = direction
         self._waits = waits
 
     def __call__(self, microbatch: int) -> list[object]:
         """Return the receives of a microbatch."""
-        stage = cast("TorchStage", self._stage())
-        own = self._own or cast("Callable[[int], list[object]]", getattr(type(stage), self._name).__get__(stage))
-        receives = own(microbatch)
+        receives = self._receive(microbatch)
         if receives:
-            self._waits.expect(self._direction, stage.stage_index, microbatch)
+            self._waits.expect(self._direction, self._index, microbatch)
         return receives
 
 
