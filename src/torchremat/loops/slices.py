@@ -8,8 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.loops.carries import HeldInput
-from torchremat.loops.keys import current_key
+from torchremat.loops.carries import HeldInput, current_key
 from torchremat.regions.slots import Key
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import Leaf, join, leaves_of, split

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, set_grad_mode
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, HeldInput
-from torchremat.loops.keys import current_key
+from torchremat.loops.carries import Carry, HeldInput, current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import CarrySlots
 from torchremat.schedules.hierarchies import Hierarchy
