@@ -83,19 +83,6 @@ class Passing(torch.autograd.Function):
         return None, *grads
 
 
-def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor, and the phony that begins an edge; the tensor itself if it does not require grad."""
-    (tensor,), phony = fork_all([tensor])
-    return tensor, phony
-
-
-def join(tensor: Tensor, phony: Tensor) -> Tensor:
-    """Return a tensor at which an edge ends; the tensor itself if neither it nor the phony requires grad."""
-    if not (torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad)):
-        return tensor
-    return Join.apply(1, phony, tensor)[0]
-
-
 def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the tensors of a microbatch, and the phony that begins an edge.
 
