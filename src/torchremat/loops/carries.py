@@ -44,7 +44,6 @@ class Carry:
     Args:
         index: The number of that step.
         before: The carry before, None if that cannot be recomputed: for the first one.
-        region: The region of the step between the two.
 
     Attributes:
         held: Its tensors since the forward, if it is in a slot.

@@ -17,9 +17,6 @@ from torchremat.tensors.structure import Leaf, join, leaves_of, place_of, same_s
 class CarryCheck:
     """The form of the carry that a loop is given, which every step has to return.
 
-    Args:
-        carry: The carry.
-
     Attributes:
         tensors: The tensors of the carry that was checked last.
 

@@ -33,10 +33,6 @@ _Lock = type(threading.RLock())
 class Stretches:
     """The carries of one loop.
 
-    Args:
-        width: The number of tensors in a carry.
-        held_tensor: How one of them is held.
-
     Attributes:
         division: How a stretch is divided when it runs again.
         block: How many steps are recorded at once: their saved tensors are in memory together. A carry is in a slot
@@ -245,14 +241,7 @@ def _end(stretches: ReferenceType[Stretches]) -> None:
 
 
 class CarriedInput(HeldInput):
-    """What the region of a step holds in place of a tensor of its carry.
-
-    Args:
-        tensor: The tensor.
-        stretches: The carries.
-        carry: The carry.
-        place: The number of the tensor there.
-    """
+    """What the region of a step holds in place of a tensor of its carry."""
 
     __slots__ = ("carry", "place", "stretches")
 

@@ -25,7 +25,6 @@ class ModuleRun(NamedTuple):
     """A call of a module.
 
     Attributes:
-        module: The module.
         has_pushed: Whether hooks for its saved tensors were set.
         parameters: The parameters that are in memory for it, by the address of their memory.
         claims: The ids of the parameters that take part.

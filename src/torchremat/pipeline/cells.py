@@ -66,18 +66,10 @@ def precede(
 def run_cell(
     module: nn.Module, layout: SkipLayout, stage: int, given: Microbatch, settings: Settings | None, label: str
 ) -> tuple[Microbatch, Region | None]:
-    """Run the layers of a stage on a microbatch.
+    """Run the layers of a stage on a microbatch, in a region if there are settings for one.
 
-    Args:
-        module: The layers.
-        layout: The routes of the skips.
-        stage: The number of the stage.
-        given: The input of the stage, and the skips that the stage pops; they are taken out.
-        settings: How it is recomputed; None if it is not.
-        label: The words for the cell in messages.
-
-    Returns:
-        The output and the skips that are stashed for later stages, and the region that it ran in.
+    `given` is the input of the stage, with the skips that the stage pops, and is emptied. Returned is the output, with
+    the skips that are stashed for later stages, and the region.
 
     Raises:
         MutationError: The layers wrote to an input that shares its memory with another one.

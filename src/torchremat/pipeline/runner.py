@@ -54,12 +54,8 @@ class Runner:
     """Runs the microbatches of one batch through the stages.
 
     Attributes:
-        stages: The layers of each stage.
-        devices: Its device.
-        layout: The routes of the skips.
         copy_streams: By stage and microbatch.
         settings: By stage and microbatch, how a cell is recomputed; None if it is not.
-        recorder: Records the events.
     """
 
     stages: Sequence[nn.Module]

@@ -44,12 +44,8 @@ class DiskWriter:
     The threads keep the disk writer alive; its owner closes it.
 
     Args:
-        file: The file.
-        ledger: Where bytes are reserved and counted.
-        threads: How many threads move tensors.
         pending_limit_bytes: How many bytes may still wait to be written when `add` returns.
         timeout_s: How long to wait for a disk that makes no progress.
-        name: The store's name in messages.
     """
 
     def __init__(

@@ -106,10 +106,6 @@ class Surrogate(InCatalog):
     """The stand-in for a tensor whose values are never read.
 
     Attributes:
-        node: The name of its node.
-        slot: The slot there.
-        like: The metadata of the tensor.
-        catalog: The catalog that has stored the bits.
         bits: A bit for each element; None if only the shape is needed.
         true: The value for the elements whose bit is set.
         false: The value for the others.
@@ -168,9 +164,6 @@ class SlotWatch(TorchFunctionMode):
     """A mode in which a tensor is stored as the part that backward needs. See NOTE [ How a slot is known ].
 
     Enter it after the saved-tensor hooks whose pack is its `pack`, and leave it before them.
-
-    Args:
-        catalog: The catalog that stores the other tensors.
     """
 
     def __init__(self, catalog: Catalog) -> None:

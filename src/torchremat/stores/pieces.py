@@ -63,8 +63,6 @@ class ByteSpan:
     """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer.
 
     Attributes:
-        start: The first byte in the storage.
-        stop: The byte after the last.
         pieces: In any order.
         hot: The buffer, while it is alive.
         held: By backward: the buffer, and the saved tensors that this backward has not asked for yet.

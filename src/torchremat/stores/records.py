@@ -66,7 +66,6 @@ class Record:
 
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
-        shared: The state that the records of a catalog share.
         by_storage: Gets the record for each storage whose writes it must be told of.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
@@ -101,13 +100,7 @@ class Record:
     # ------------------------------------------------------------------------------------------------------ forward
 
     def add(self, place: TensorPlace, tensor: Tensor, *, watched: Tensor | None = None) -> None:
-        """Store the bytes of a tensor that are not stored yet.
-
-        Args:
-            place: The tensor's place in the storage.
-            tensor: The tensor, without its graph, conjugation and negation.
-            watched: See `Kept`.
-        """
+        """Store the bytes of a tensor that are not stored yet."""
         with self._lock:
             self._note(place)
             self._store(place, tensor, watched, None)

@@ -55,14 +55,7 @@ def any_of(metadata: Metadata) -> Tensor:
 
 
 def surrogate(metadata: Metadata, packed: Tensor, true: float, false: float) -> Tensor:
-    """Return the surrogate of a tensor that was split.
-
-    Args:
-        metadata: Of the tensor, which is dense.
-        packed: The bits of the split, by `pack_bits`.
-        true: See `TwoCases`.
-        false: See `TwoCases`.
-    """
+    """Return the surrogate of a tensor that was split."""
     shape, dtype, _, strides = metadata
     assert isinstance(strides, tuple)
     return spread_bits(packed, shape.numel(), true, false, dtype).as_strided(shape, strides)

@@ -86,12 +86,7 @@ class Flight:
 
 
 class Transfers:
-    """The streams of each device, and the copies that have not ended.
-
-    Args:
-        pool: The pinned memory for the tensors.
-        ledger: The accounting of bytes.
-    """
+    """The streams of each device, and the copies that have not ended."""
 
     def __init__(self, pool: Pool, ledger: Ledger) -> None:
         self.pool = pool

@@ -34,13 +34,7 @@ from torchremat.tensors.sizes import parse_bytes
 
 
 def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
-    """Return the records of all processes of a group, on one clock; each process gets them.
-
-    Args:
-        recorder: The record of this process.
-        order: The actions of each process.
-        group: The process group, None for all processes.
-    """
+    """Return the records of all processes of a group, on one clock; each process gets them."""
     events = recorder.events()
     ours = cast("dist.ProcessGroup | None", group)
     dist.barrier(group=ours)

@@ -15,8 +15,6 @@ class Patch:
     """A replaced attribute of an instance. The owner keeps the patch's value; the patch keeps the owner only weakly.
 
     Args:
-        owner: The object.
-        name: The attribute.
         value: Its value until `undo`.
         undone: Is called by `undo`.
     """

@@ -51,7 +51,6 @@ class SessionsOfStage:
 
     Args:
         stage: The stage, which is not kept.
-        recorder: Records which code runs when.
         plain: The microbatches that run without regions.
         weighs: Whether `costs` are measured.
     """

@@ -29,13 +29,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Waits:
-    """Runs a look-ahead before waits for gradients, and records all waits for receives.
-
-    Args:
-        stages: The sessions of each stage of this process, by number.
-        lookahead: Runs before a wait for a gradient, None for nothing.
-        recorder: Gets the waits.
-    """
+    """Runs a look-ahead before waits for gradients, and records all waits for receives."""
 
     def __init__(self, stages: dict[int, SessionsOfStage], lookahead: Lookahead | None, recorder: Recorder) -> None:
         self._stages = stages
