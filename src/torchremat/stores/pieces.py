@@ -90,6 +90,15 @@ class ByteSpan:
         """How many bytes are brought back."""
         return sum(piece.count * piece.dtype.itemsize for piece in self.pieces)
 
+    def prefetch(self) -> int:
+        """Let the store begin to bring the bytes back; return how many that will be."""
+        if self.is_coming or self.is_hot:
+            return 0
+        self.is_coming = True
+        for piece in self.pieces:
+            piece.handle.prefetch()
+        return self.stored_bytes
+
     def wait(self, tensor: Tensor) -> None:
         """Let the current stream use a view of the buffer, which another stream may have loaded."""
         if self._loaded is not None:
