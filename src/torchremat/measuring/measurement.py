@@ -58,11 +58,12 @@ class Measurement(ViewedOverTime):
         kept_bytes: Bytes live at the end of forward, without `before_bytes`; the loss is part of them.
         tracker_peak_bytes: As `peak_bytes`, by tensor storages alone.
         tracker_kept_bytes: As `kept_bytes`, by tensor storages alone.
-        parameter_bytes: Parameters; this and the next four are from before the step, each storage once.
+        parameter_bytes: Parameters; this and the next five are from before the step, each storage once.
         gradient_bytes: Gradients: one for each parameter that requires grad, as when gradients accumulate.
         buffer_bytes: Buffers of the model.
         optimizer_bytes: State of the optimizer, if it has any before its first step.
         input_bytes: Tensors that the step holds: see `measuring.step`.
+        communication_bytes: Buffers that `DistributedDataParallel` communicates from.
         seconds: Of forward and backward, in a run without instrumentation.
         flops: Of matrix products, convolutions, attention and recurrent layers, in forward and backward, recomputes
             included.
@@ -90,6 +91,7 @@ class Measurement(ViewedOverTime):
     flops: int
     recomputed_flops: int
     timeline: MemoryTimeline
+    communication_bytes: int = 0
     resident_bytes: int = 0
     slack_bytes: int = 0
     reserved_bytes: int | None = None
@@ -107,6 +109,7 @@ class Measurement(ViewedOverTime):
             "buffers": self.buffer_bytes,
             "optimizer": self.optimizer_bytes,
             "inputs": self.input_bytes,
+            "communication": self.communication_bytes,
             "resident": self.resident_bytes,
         }
 
@@ -223,6 +226,7 @@ def measure(
         buffer_bytes=before.buffer_bytes,
         optimizer_bytes=before.optimizer_bytes,
         input_bytes=before.input_bytes,
+        communication_bytes=before.communication_bytes,
         seconds=plain.seconds,
         flops=counted.flops,
         recomputed_flops=counted.recomputed_flops,
