@@ -106,13 +106,6 @@ class StepError(TorchrematError, ValueError):
 class StoreError(TorchrematError, RuntimeError):
     """A stored tensor that cannot be brought back, or a store without room for one. Never wrong data instead."""
 
-    def add(self, fact: str) -> None:
-        """Add a sentence to the message.
-
-        A store knows shape and bytes. Callers that know more, for example which node saved the tensor, add it.
-        """
-        self.args = (f"{self} {fact}",)
-
 
 class UnsupportedError(TorchrematError, RuntimeError, ValueError):
     """A request that cannot be honoured here, for example an option of the wrong kind; never a silent fallback."""

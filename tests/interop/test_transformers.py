@@ -101,6 +101,9 @@ def test_the_training_is_the_same_with_released_gradients(tmp_path, size, option
         assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
         assert row["memory_measured_bytes"] < floor - 1.5 * parameter_bytes
     assert ours.is_bare
+    assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
+    states = [torch.load(one / "checkpoint-3/optimizer.pt") for one in (checkpoints, tmp_path)]
+    assert equal(*states)
 
 
 def test_parameters_wait_in_a_store(tmp_path):
@@ -122,9 +125,6 @@ def test_parameters_wait_in_a_store(tmp_path):
     parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
     assert store.statistics.peak_stored_bytes > 2.9 * parameter_bytes  # with the optimizer's state
     assert ours.is_bare
-    assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
-    states = [torch.load(one / "checkpoint-3/optimizer.pt") for one in (checkpoints, tmp_path)]
-    assert equal(*states)
 
 
 def test_the_last_of_several_backwards_releases(tmp_path):

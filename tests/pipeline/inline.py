@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from probes.pipelines import streams
+from probes.pipelines import workers
 
 
 class Inline:
@@ -26,9 +26,9 @@ class Inline:
 
 @contextmanager
 def cells_inline():
-    threads = streams.ThreadPoolExecutor
-    streams.ThreadPoolExecutor = Inline
+    threads = workers.ThreadPoolExecutor
+    workers.ThreadPoolExecutor = Inline
     try:
         yield
     finally:
-        streams.ThreadPoolExecutor = threads
+        workers.ThreadPoolExecutor = threads

@@ -93,6 +93,10 @@ def data_parallel():
     assert chosen.recomputed_calls > 0
     before = chosen.before_bytes
     assert before["communication"] == before["gradients"]
+    # A measurement took the buckets for something that the step makes itself.
+    measured = measure(model, step)
+    assert measured.communication_bytes == measured.gradient_bytes == before["gradients"]
+    assert measured.before_bytes == sum(before.values())
 
 
 def data_parallel_in_parts():

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from torchremat import Host, MutationError, StoreError, UnsupportedError
+from torchremat import Host, MutationError, UnsupportedError
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "6", "6 apples", "", [1], "-1GiB"])
@@ -68,11 +68,3 @@ def test_a_copy_that_fails_gives_its_bytes_back(monkeypatch):
 
     assert store.statistics.stored_bytes == 0
     assert store.put(torch.ones(25)) is not None
-
-
-def test_errors_can_be_told_more():
-    error = StoreError("no room.")
-
-    error.add("It was saved by MulBackward0 as `self`.")
-
-    assert str(error) == "no room. It was saved by MulBackward0 as `self`."

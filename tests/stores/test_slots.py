@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 from probes.stores import pack_bits
 from torchremat._compat.flags import deterministic_kernels
-from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
+from torchremat._compat.tensors import is_dense
+from torchremat.stores.slots import NEEDS, SHAPE, any_of, in_order, surrogate
+from torchremat.tensors.metadata import metadata_of
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)
 MASK = torch.tensor([True, False] * 4)
@@ -153,8 +155,8 @@ def nodes_of(output):
     return found
 
 
-def garbage(geometry):
-    tensor = geometry.empty()
+def garbage(metadata):
+    tensor = any_of(metadata)
     span = tensor.untyped_storage().nbytes() // tensor.element_size()
     tensor.as_strided((span,), (1,), 0).fill_(math.nan)
     return tensor
@@ -165,15 +167,15 @@ def swap(node):
     swapped = 0
     for slot, need in NEEDS.get(node.name(), {}).items():
         saved = getattr(node, f"_saved_{slot}").detach()
-        geometry = geometry_of(saved)
+        metadata = metadata_of(saved)
         if need is SHAPE:
-            stand_in = garbage(geometry)
+            stand_in = garbage(metadata)
         else:
-            split = need(node, in_order(saved)) if geometry.is_dense() else None
+            split = need(node, in_order(saved)) if is_dense(saved) else None
             if split is None:
                 continue
-            stand_in = surrogate(geometry, pack_bits(split.bits), split.true, split.false)
-        assert geometry_of(stand_in) == geometry
+            stand_in = surrogate(metadata, pack_bits(split.bits), split.true, split.false)
+        assert metadata_of(stand_in) == metadata
         hand_out = lambda _, stand_in=stand_in: stand_in  # noqa: E731
         getattr(node, f"_raw_saved_{slot}").register_hooks(hand_out, lambda packed: packed)
         swapped += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 from torch.utils import checkpoint as _checkpoint
@@ -20,22 +19,11 @@ _bind("utils.checkpoint._enable_checkpoint_early_stop")
 _bind("utils.checkpoint._checkpoint_debug_enabled")
 
 
-class CheckpointSwitches(NamedTuple):
-    """The switches that torch's own context managers have set, None if not set.
-
-    Attributes:
-        early_stop: By `set_checkpoint_early_stop`.
-        debug: By `set_checkpoint_debug_enabled`.
-    """
-
-    early_stop: bool | None
-    debug: bool | None
-
-
-def checkpoint_switches() -> CheckpointSwitches:
-    """Return the current switches."""
+def switched(*, early_stop: bool, debug: bool) -> tuple[bool, bool]:
+    """Return both options, or what `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` have set instead."""
     names = vars(_checkpoint)
-    return CheckpointSwitches(names["_enable_checkpoint_early_stop"], names["_checkpoint_debug_enabled"])
+    stops, debugs = names["_enable_checkpoint_early_stop"], names["_checkpoint_debug_enabled"]
+    return early_stop if stops is None else bool(stops), debug if debugs is None else bool(debugs)
 
 
 def is_hook_of_torch_checkpoint(pack: object) -> bool:

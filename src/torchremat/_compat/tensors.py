@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeVar, cast
 
@@ -65,13 +65,10 @@ no_torch_function: Any = private("_C._disabled_torch_function_impl", needed_for=
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements of a tensor fill a range of memory without gaps, each once, in whatever order."""
-    return tensor.is_contiguous() or fills_memory(tensor.shape, tensor.stride())
-
-
-def fills_memory(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Return whether `is_dense` of a tensor of this shape, with elements, and these strides."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
         if stride != expected:

@@ -47,13 +47,7 @@ _WORDS = Words(
 
 @dataclass(kw_only=True, eq=False)
 class _Shaped:
-    """A training in which each shape has a plan.
-
-    Attributes:
-        budgeted: The training.
-        step: The user's step.
-        has_begun: Whether a batch has come.
-    """
+    """A training in which each shape has a plan."""
 
     budgeted: Budgeted
     step: Callable[..., object]

@@ -80,18 +80,7 @@ class BudgetRequest:
 
 
 class MemoryBudget:
-    """The base class of the callbacks of this name: they are made from the user's options.
-
-    Args:
-        budget: See `BudgetRequest`.
-        margin: See `BudgetRequest`.
-        shapes: See `BudgetRequest`.
-        options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
-
-    Raises:
-        BudgetError: See `BudgetRequest`.
-        UnsupportedError: `shapes` or an option is invalid.
-    """
+    """The base class of the callbacks of this name: they are made from the user's options, as is `BudgetRequest`."""
 
     @takes(TrainingKeywords)
     def __init__(

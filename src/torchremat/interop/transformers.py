@@ -91,13 +91,7 @@ class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
         _check(trainer, args)
         self._watch = _TrainingWatch(trainer, self._request)
 
-    def on_step_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Raise if a step has passed without a plan.
 
         Raises:
@@ -106,13 +100,7 @@ class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
         if self._watch is not None:
             self._watch.check()
 
-    def on_train_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore model and trainer."""
         self._end()
 

@@ -3,11 +3,9 @@
 In reading order:
 
 carries.py     the state between two steps
-keys.py        the owner of what is recomputed now
 stretches.py   which carries are in a slot, and the recompute of the others
 slices.py      what is scanned
-checking.py    what the body may return
-outputs.py     the outputs of all steps
+checking.py    what the body may return, and its outputs stacked
 watching.py    what one step saves, and what the last one keeps
 forward.py     steps as regions
 transfers.py   what it takes to move a carry to a store, measured

@@ -28,12 +28,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torchremat._compat.autograd import current_graph_task
+from torchremat.regions.sessions import active_session, open_sessions
+from torchremat.regions.slots import Key
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
-    from torchremat.regions.slots import Key
 
 
 class Carry:
@@ -42,7 +44,6 @@ class Carry:
     Args:
         index: The number of that step.
         before: The carry before, None if that cannot be recomputed: for the first one.
-        region: The region of the step between the two.
 
     Attributes:
         held: Its tensors since the forward, if it is in a slot.
@@ -130,3 +131,12 @@ class HeldInput(HeldTensor):
 
 def _unpack(input: HeldInput) -> Tensor:
     return input.bring()
+
+
+def current_key() -> Key | None:
+    """Return the session or the backward that runs now, None outside of any."""
+    session = active_session() if open_sessions else None
+    if session is not None:
+        return session
+    task = current_graph_task()
+    return None if task == -1 else task

@@ -1,4 +1,4 @@
-"""What the body of a loop may return, and may not do to its carry."""
+"""What the body of a loop may return, and may not do to its carry; and the outputs of all steps, stacked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor
 
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.tensors.metadata import version_of
-from torchremat.tensors.structure import Leaf, leaves_of, place_of, same_structure, split
+from torchremat.tensors.structure import Leaf, join, leaves_of, place_of, same_structure, split
 
 
 class CarryCheck:
     """The form of the carry that a loop is given, which every step has to return.
-
-    Args:
-        carry: The carry.
 
     Attributes:
         tensors: The tensors of the carry that was checked last.
@@ -98,3 +95,32 @@ def _words(form: Form) -> str:
 def _places(template: object) -> str:
     places = [place for place, leaf in leaves_of(template, "carry") if isinstance(leaf, Leaf)]
     return ", ".join(places) or "no tensor"
+
+
+def stacked(outputs: list[object]) -> object:
+    """Return the outputs as one, whose tensors have a first dimension for the steps; None if there are none.
+
+    Raises:
+        UnsupportedError: An output has something that is not a tensor, or another structure or shape than the first.
+    """
+    columns: list[list[Tensor]] = []
+    first: object = None
+    for index, output in enumerate(outputs):
+        tensors: list[Tensor] = []
+        template = split(output, tensors, [])
+        if index == 0:
+            first = template
+            for place, leaf in leaves_of(template, "output"):
+                if not isinstance(leaf, Leaf) and leaf is not None:
+                    raise UnsupportedError(f"loop: {place} is {leaf!r}; the output of a step has tensors, or None.")
+            columns = [[] for _ in tensors]
+        elif not same_structure(first, template):
+            raise UnsupportedError(f"loop: the output of step {index} has another structure than that of step 0.")
+        for column, tensor in zip(columns, tensors, strict=True):
+            if column and tensor.shape != column[0].shape:
+                raise UnsupportedError(
+                    f"loop: an output of step {index} has the shape {tuple(tensor.shape)}, and that of step 0 "
+                    f"{tuple(column[0].shape)}."
+                )
+            column.append(tensor)
+    return join(first, [torch.stack(column) for column in columns])

@@ -29,14 +29,7 @@ Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class Forward:
-    """Runs the steps of a loop as regions.
-
-    Args:
-        body: The code of a step.
-        slices: What is scanned.
-        stretches: The carries.
-        settings: How the regions behave.
-    """
+    """Runs the steps of a loop as regions."""
 
     def __init__(self, body: Body, slices: Slices, stretches: Stretches, settings: Settings) -> None:
         self.body = body

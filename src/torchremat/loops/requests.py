@@ -84,13 +84,7 @@ class LoopRequest:
         return parse_bytes(self.budget)
 
     def store_costs(self, tensors: Sequence[Tensor], block: int, step_s: float | None) -> tuple[StoreCost, ...]:
-        """Return what the stores have and take for carries, in blocks of so many steps.
-
-        Args:
-            tensors: The tensors of a carry.
-            block: The steps of a block.
-            step_s: The seconds of a step, if measured.
-        """
+        """Return what the stores have and take for carries, in blocks of so many steps."""
         given = self.transfer_steps
         if given is None:
             moves = [move_steps(store, tensors, step_s) for store in self.stores]

@@ -8,9 +8,8 @@ from typing import TypeVar, cast
 
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
-from torchremat.loops.checking import CarryCheck
+from torchremat.loops.checking import CarryCheck, stacked
 from torchremat.loops.forward import Body
-from torchremat.loops.outputs import stacked
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
 from torchremat.loops.ways import PlainWay, way_of

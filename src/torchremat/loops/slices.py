@@ -8,8 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.loops.carries import HeldInput
-from torchremat.loops.keys import current_key
+from torchremat.loops.carries import HeldInput, current_key
 from torchremat.regions.slots import Key
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import Leaf, join, leaves_of, split
@@ -62,12 +61,7 @@ class Slices:
 
 
 class HeldSlices:
-    """The scanned tensors, held for the recomputes of all steps.
-
-    Args:
-        tensors: The tensors.
-        hold: Holds one.
-    """
+    """The scanned tensors, held for the recomputes of all steps."""
 
     __slots__ = ("_cached", "_held", "_lock")
 
@@ -96,14 +90,7 @@ class HeldSlices:
 
 
 class SlicedInput(HeldInput):
-    """What the region of a step holds in place of its slice of a tensor.
-
-    Args:
-        tensor: The slice.
-        slices: The tensors.
-        place: The number of the tensor.
-        index: The number of the step.
-    """
+    """What the region of a step holds in place of its slice of a tensor."""
 
     __slots__ = ("index", "place", "slices")
 

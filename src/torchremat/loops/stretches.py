@@ -14,8 +14,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, set_grad_mode
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, HeldInput
-from torchremat.loops.keys import current_key
+from torchremat.loops.carries import Carry, HeldInput, current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import CarrySlots
 from torchremat.schedules.hierarchies import Hierarchy
@@ -33,10 +32,6 @@ _Lock = type(threading.RLock())
 
 class Stretches:
     """The carries of one loop.
-
-    Args:
-        width: The number of tensors in a carry.
-        held_tensor: How one of them is held.
 
     Attributes:
         division: How a stretch is divided when it runs again.
@@ -246,14 +241,7 @@ def _end(stretches: ReferenceType[Stretches]) -> None:
 
 
 class CarriedInput(HeldInput):
-    """What the region of a step holds in place of a tensor of its carry.
-
-    Args:
-        tensor: The tensor.
-        stretches: The carries.
-        carry: The carry.
-        place: The number of the tensor there.
-    """
+    """What the region of a step holds in place of a tensor of its carry."""
 
     __slots__ = ("carry", "place", "stretches")
 

@@ -92,12 +92,7 @@ class Measuring(Keeping):
         self._before += region.recording.calls[call].reached()
 
     def end(self, given: list[Tensor], returned: list[Tensor]) -> StepBytes:
-        """Return the bytes, and let go of the tensors.
-
-        Args:
-            given: The carry that the step was given.
-            returned: The carry that it returned.
-        """
+        """Return the bytes, and let go of the tensors."""
         before, saved = _sizes(self._before), _sizes(self._saved)
         carry = _sizes(returned)
         shared = 0

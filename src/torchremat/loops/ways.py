@@ -49,11 +49,6 @@ class PlainWay:
 class KnownWay:
     """Runs the steps of a loop whose length is known.
 
-    Args:
-        forward: Runs steps as regions.
-        schedule: What is kept where.
-        stores: Where carries wait beyond the slots.
-
     Attributes:
         keeps_first: Whether autograd keeps the saved tensors of the first step.
     """
@@ -83,12 +78,7 @@ class KnownWay:
 
 
 class OnlineWay:
-    """Runs the steps of a loop that ends when its condition says so.
-
-    Args:
-        forward: Runs steps as regions.
-        slots: How many carries are in memory at a time.
-    """
+    """Runs the steps of a loop that ends when its condition says so."""
 
     def __init__(self, forward: Forward, slots: int) -> None:
         forward.stretches.division = CarrySlots(slots)
@@ -115,7 +105,6 @@ class MeasuredWay:
     """Measures the first step, and runs the others by what it has shown.
 
     Args:
-        forward: Runs steps as regions.
         follow: Returns the way for the other steps, given the bytes of the first, and its seconds.
         is_timed: Whether the seconds are measured.
     """
@@ -160,16 +149,7 @@ def way_of(
     request: LoopRequest,
     settings: Settings,
 ) -> Way:
-    """Return the way in which a loop runs whose backward recomputes.
-
-    Args:
-        body: The code of a step.
-        slices: What is scanned.
-        tensors: The tensors of the first carry.
-        steps: The number of steps, None if it is not known.
-        request: What the caller asks for.
-        settings: How the regions behave.
-    """
+    """Return the way in which a loop runs whose backward recomputes."""
     forward = Forward(body, slices, Stretches(len(tensors), new_region(settings).held_tensor), settings)
     stores = [offload(store, window_bytes=0) for store in request.stores]
     with_slots = LoopSchedule(steps=steps, slots=request.slots or 1, step_costs=request.step_costs)

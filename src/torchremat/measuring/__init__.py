@@ -39,9 +39,7 @@ formulas.py          flops of operators that torch's registry lacks
 lines.py             the running operator and its line of user code
 timeline.py          live bytes over the step
 runs.py              the runs that make up a measurement
-measurement_data.py  its figures
-measurement.py       `measure`
-measured_page.py     as a page and as a trace
+measurement.py       `measure`, and its figures as text, page and trace
 curves.py            as a picture
 
 The saved tensors of a forward:
@@ -53,6 +51,5 @@ inventory.py     the saved tensors at its end
 keeping.py       `saved`
 freeing.py       the bytes that regions would free
 saved_data.py    the saved tensors as data
-saved_text.py    as text
-saved_report.py  as a report
+saved_report.py  their totals as text, JSON and a page
 """

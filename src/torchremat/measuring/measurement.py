@@ -14,31 +14,41 @@ tracker's bytes describe the eager code, all other numbers the compiled code.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.arguments import Step, model_and_step, model_first
-from torchremat.measuring.curves import draw, headed
+from torchremat.measuring.curves import Phase, draw, headed, phase_at
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
-from torchremat.measuring.measured_page import page_of, step_of
-from torchremat.measuring.measurement_data import MeasurementData, Source
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Page
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
+from torchremat.views.step_chart import step_chart
+from torchremat.views.steps import CurvePoint, Slice, phases_of, runs
 from torchremat.views.steps import Step as ShownStep
 from torchremat.views.viewed import ViewedOverTime
 
+Source = Literal["allocator", "tracker", "cuda"]
+
+OUTSIDE = "(outside of all)"
+
+_HEADINGS = ("module", "highest", "left by forward", "forward", "recompute", "backward")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Measurement(MeasurementData, ViewedOverTime):
+class Measurement(ViewedOverTime):
     """The bytes, seconds and flops of one training step (forward and backward) on `device`.
 
     Attributes:
@@ -48,11 +58,12 @@ class Measurement(MeasurementData, ViewedOverTime):
         kept_bytes: Bytes live at the end of forward, without `before_bytes`; the loss is part of them.
         tracker_peak_bytes: As `peak_bytes`, by tensor storages alone.
         tracker_kept_bytes: As `kept_bytes`, by tensor storages alone.
-        parameter_bytes: Parameters; this and the next four are from before the step, each storage once.
+        parameter_bytes: Parameters; this and the next five are from before the step, each storage once.
         gradient_bytes: Gradients: one for each parameter that requires grad, as when gradients accumulate.
         buffer_bytes: Buffers of the model.
         optimizer_bytes: State of the optimizer, if it has any before its first step.
         input_bytes: Tensors that the step holds: see `measuring.step`.
+        communication_bytes: Buffers that `DistributedDataParallel` communicates from.
         seconds: Of forward and backward, in a run without instrumentation.
         flops: Of matrix products, convolutions, attention and recurrent layers, in forward and backward, recomputes
             included.
@@ -65,6 +76,69 @@ class Measurement(MeasurementData, ViewedOverTime):
             context, NCCL, and other processes.
     """
 
+    device: torch.device
+    source: Source
+    peak_bytes: int
+    kept_bytes: int
+    tracker_peak_bytes: int
+    tracker_kept_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+    seconds: float
+    flops: int
+    recomputed_flops: int
+    timeline: MemoryTimeline
+    communication_bytes: int = 0
+    resident_bytes: int = 0
+    slack_bytes: int = 0
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+    @property
+    def before_bytes(self) -> int:
+        """Live bytes before the step."""
+        return sum(self._parts().values())
+
+    def _parts(self) -> dict[str, int]:
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "inputs": self.input_bytes,
+            "communication": self.communication_bytes,
+            "resident": self.resident_bytes,
+        }
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """The rows that `print` shows: names, numbers and notes."""
+        rows = [
+            ("peak", format_bytes(self.peak_bytes), self._peak_note()),
+            ("  before the step", format_bytes(self.before_bytes), self._before_note()),
+            ("  the step itself", format_bytes(self.peak_bytes - self.before_bytes - self.slack_bytes), ""),
+            ("kept by forward", format_bytes(self.kept_bytes), ""),
+            ("time", f"{self.seconds * 1e3:.1f} ms", ""),
+            ("flops", f"{self.flops / 1e9:.2f} G", f"recomputed: {self.recomputed_flops / 1e9:.2f} G"),
+        ]
+        if self.reserved_bytes is not None:
+            rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "given beyond the requests")]
+            rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
+        return tuple(rows)
+
+    def _peak_note(self) -> str:
+        if not len(self.timeline):
+            return f"{self.source}, {self.device}"
+        where = self.timeline.module_at(self.timeline.peak_at)
+        phase = self.timeline.phase_at(self.timeline.peak_at)
+        return f"in {phase}{f' of {where}' if where else ''} ({self.source}, {self.device})"
+
+    def _before_note(self) -> str:
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
+
     def plot(self, path: str | Path) -> None:
         """Draw the live bytes over the step into an image file; its suffix sets the format.
 
@@ -74,7 +148,7 @@ class Measurement(MeasurementData, ViewedOverTime):
         draw([headed(f"measured on {self.device}", step_of(self))], path)
 
     def _page(self) -> Page:
-        return page_of(self)
+        return _page_of(self)
 
     def _steps(self) -> list[ShownStep]:
         return [step_of(self)]
@@ -152,6 +226,7 @@ def measure(
         buffer_bytes=before.buffer_bytes,
         optimizer_bytes=before.optimizer_bytes,
         input_bytes=before.input_bytes,
+        communication_bytes=before.communication_bytes,
         seconds=plain.seconds,
         flops=counted.flops,
         recomputed_flops=counted.recomputed_flops,
@@ -161,3 +236,120 @@ def measure(
         reserved_bytes=plain.reserved_bytes,
         context_bytes=plain.context_bytes,
     )
+
+
+def step_of(measurement: Measurement) -> ShownStep:
+    """Return the viewable form of a measured step."""
+    timeline = measurement.timeline
+    start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
+    points = (start, *(_moment(timeline, event) for event in range(len(timeline))))
+    return ShownStep(
+        name=f"measured on {measurement.device}",
+        points=points,
+        slices=(*phases_of(points), *_modules(timeline, row="block"), *_modules(timeline, row="module")),
+        jumps=True,
+        before_bytes=measurement.before_bytes,
+    )
+
+
+def _block_of(name: str) -> str:
+    """Return the block that a module is in: its name up to the first number, or its first word."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
+
+
+def _moment(timeline: MemoryTimeline, event: int) -> CurvePoint:
+    name, operator, phase = timeline.module_at(event), timeline.operator_at(event), phase_at(timeline, event)
+    return CurvePoint(
+        seconds=float(timeline.seconds[event]),
+        live_bytes=int(timeline.live_bytes[event]),
+        phase=phase,
+        says=(
+            f"{phase} of {name}" if name else phase,
+            *([operator.operator] if operator.operator else []),
+            *([operator.line] if operator.line else []),
+        ),
+        key=name or OUTSIDE,
+    )
+
+
+def _modules(timeline: MemoryTimeline, *, row: str) -> tuple[Slice, ...]:
+    names = [_block_of(name) if row == "block" else name for name in timeline.names]
+    return runs(
+        (
+            (float(timeline.seconds[event]), names[module], "module", "" if row == "block" else timeline.names[module])
+            for event, module in enumerate(timeline.module.tolist())
+        ),
+        row=row,
+    )
+
+
+@dataclass
+class _ModuleTotals:
+    """The totals of a module."""
+
+    highest_bytes: int
+    left_bytes: int
+    seconds: dict[Phase, float]
+
+
+def _took(timeline: MemoryTimeline, before_bytes: int) -> dict[str, _ModuleTotals]:
+    found: dict[str, _ModuleTotals] = {}
+    deltas = np.diff(timeline.live_bytes, prepend=before_bytes).tolist()
+    lasts = np.diff(timeline.seconds, append=timeline.seconds[-1:]).tolist()
+    for event, (delta, seconds) in enumerate(zip(deltas, lasts, strict=True)):
+        name, phase = timeline.module_at(event) or OUTSIDE, phase_at(timeline, event)
+        one = found.setdefault(name, _ModuleTotals(0, 0, defaultdict(float)))
+        one.highest_bytes = max(one.highest_bytes, int(timeline.live_bytes[event]))
+        one.left_bytes += delta if phase == "forward" else 0
+        one.seconds[phase] += seconds
+    return found
+
+
+def _table(measurement: Measurement) -> Table:
+    took = _took(measurement.timeline, measurement.before_bytes)
+    most = max((one.left_bytes for one in took.values()), default=0)
+    rows = tuple(
+        TableRow(
+            cells=(
+                TableCell(name),
+                size_cell(one.highest_bytes),
+                size_cell(one.left_bytes),
+                *(milliseconds_cell(one.seconds[phase]) for phase in ("forward", "recompute", "backward")),
+            ),
+            key=name,
+            share=max(0.0, one.left_bytes / most) if most > 0 else None,
+        )
+        for name, one in sorted(took.items(), key=lambda item: -item[1].left_bytes)
+    )
+    return Table(
+        title="Modules",
+        columns=_HEADINGS,
+        rows=rows,
+        note="Highest: the most memory live while the module ran. Left by forward: what its forward allocated and did "
+        "not free. Times are of the traced run, which is slower.",
+    )
+
+
+def _page_of(measurement: Measurement) -> Page:
+    """Return the page of a measurement."""
+    step = step_of(measurement)
+    return Page(
+        title=f"A training step on {measurement.device}: peak {format_bytes(measurement.peak_bytes)}",
+        facts=tuple(Fact(name=name.strip(), value=value, note=note) for name, value, note in measurement.rows),
+        charts=(step_chart(step, title="Memory over the step", note=_note(measurement)),) if step.points[1:] else (),
+        tables=(_table(measurement),) if step.points[1:] else (),
+    )
+
+
+def _note(measurement: Measurement) -> str:
+    known = bool(measurement.timeline.operator.any())
+    lines = "Operators and lines come from a second run, matched by module, order and size." if known else ""
+    size = format_bytes(measurement.slack_bytes)
+    slack = (
+        f"The {size} that the allocator gave beyond the requests are not in the curve."
+        if measurement.slack_bytes
+        else ""
+    )
+    return " ".join(filter(None, [lines, slack]))

@@ -53,9 +53,8 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
         case Narrowable():
             yield from behind(packed.stored)
         case Surrogate():
-            place = packed.geometry
             size = 0 if packed.bits is None else packed.bits.stored_bytes
-            yield InStore(packed, size, (place.shape, place.dtype, place.device, place.strides))
+            yield InStore(packed, size, packed.metadata)
         case selection.KeptValue():
             yield packed.tensor
         case selection.StoredOutput():

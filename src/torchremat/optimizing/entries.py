@@ -24,11 +24,7 @@ from torchremat.tensors.parts import is_wrapper
 
 
 class StoredPart:
-    """A tensor that a store has.
-
-    Attributes:
-        handle: The store's claim.
-    """
+    """A tensor that a store has."""
 
     __slots__ = ("_content", "handle")
 

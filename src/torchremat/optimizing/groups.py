@@ -26,11 +26,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class GroupOptions:
-    """The options of groups at one time, all but their parameters.
-
-    Args:
-        groups: The groups of an optimizer.
-    """
+    """The options of groups at one time, all but their parameters."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         self._kept = [_KeptOptions(group, dict(group), _versions_in(group)) for group in groups]
@@ -92,11 +88,6 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
     See NOTE [ A part of a step ].
 
     A step may call that of its base class, which runs hooks if the base class has instances of its own; not these.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: Some of its parameters.
-        group_of: The result of `groups_by_parameter`.
     """
     chosen: dict[int, tuple[Group, list[Tensor]]] = {}
     for one in parameters:

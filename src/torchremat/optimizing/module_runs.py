@@ -38,7 +38,6 @@ class ModuleRun(NamedTuple):
     """A call of a module.
 
     Attributes:
-        module: The module.
         hooks: Those for saved tensors that were set for it; None if none were.
         parameters: The parameters that are in memory for it.
         claims: The ids of the parameters that take part.

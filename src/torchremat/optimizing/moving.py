@@ -32,7 +32,6 @@ class StateMover:
     """Moves the state of an optimizer to a store and back.
 
     Args:
-        store: The store.
         min_bytes: Smaller tensors stay in memory.
     """
 

@@ -8,7 +8,7 @@ is undone at once: values and state from copies, which lie in memory that no all
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,6 +21,16 @@ from torchremat.tensors.parts import parts_of
 T = TypeVar("T")
 
 _markers: list[Callable[[str], object]] = []
+_notes: list[Callable[[Tensor, Tensor], object]] = []
+
+
+@contextmanager
+def _listed(calls: list[T], call: T) -> Generator[None]:
+    calls.append(call)
+    try:
+        yield
+    finally:
+        calls.remove(call)
 
 
 @contextmanager
@@ -43,24 +53,13 @@ def marking_rehearsals(mark: Callable[[str], T]) -> Generator[list[T]]:
     def marker(label: str) -> None:
         marks.append(mark(label))
 
-    _markers.append(marker)
-    try:
+    with _listed(_markers, marker):
         yield marks
-    finally:
-        _markers.remove(marker)
 
 
-_notes: list[Callable[[Tensor, Tensor], object]] = []
-
-
-@contextmanager
-def noting_gradients(note: Callable[[Tensor, Tensor], object]) -> Generator[None]:
-    """Call `note(parameter, gradient)` in the block before a rehearsal frees a gradient."""
-    _notes.append(note)
-    try:
-        yield
-    finally:
-        _notes.remove(note)
+def noting_gradients(note: Callable[[Tensor, Tensor], object]) -> AbstractContextManager[None]:
+    """Return a context in which `note(parameter, gradient)` is called before a rehearsal frees a gradient."""
+    return _listed(_notes, note)
 
 
 def note_gradient(parameter: Tensor, gradient: Tensor) -> None:

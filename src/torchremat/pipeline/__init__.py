@@ -7,8 +7,8 @@ runner.py      one forward, clock by clock
 cells.py       one microbatch on one stage, and a recompute ahead of its gradient
 dependency.py  edges of the graph that say "before"
 ordering.py    the edges of a step: the order of its backward
-copying.py     microbatches between devices
-streams.py     streams of devices, and a thread for each device
+copying.py     microbatches between devices, and the streams that copy and wait
+workers.py     a thread for each device
 skip/          tensors that bypass stages
 batchnorm.py   running statistics of mini-batches
 balance/       how many layers each stage gets

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 from weakref import ReferenceType, ref
@@ -34,7 +33,6 @@ from torchremat.pipeline.dependency import Passing, passed
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
 from torchremat.pipeline.skip.layouts import Key
-from torchremat.pipeline.streams import Stream, use_stream
 from torchremat.regions.region import Region
 from torchremat.regions.sessions import active_session
 from torchremat.regions.settings import Settings
@@ -65,67 +63,35 @@ def precede(
     return passed(Recompute, partial(_recompute, ref(region), around), tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class CellName:
-    """The words for a cell in messages."""
+def run_cell(
+    module: nn.Module, layout: SkipLayout, stage: int, given: Microbatch, settings: Settings | None, label: str
+) -> tuple[Microbatch, Region | None]:
+    """Run the layers of a stage on a microbatch, in a region if there are settings for one.
 
-    stage: int
-    microbatch: int
+    `given` is the input of the stage, with the skips that the stage pops, and is emptied. Returned is the output, with
+    the skips that are stashed for later stages, and the region.
 
-    def __str__(self) -> str:
-        return f"of stage {self.stage}, microbatch {self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A microbatch on a stage.
-
-    Attributes:
-        place: Its name.
-        module: The layers of the stage.
-        layout: The routes of the skips.
-        stream: The stream that it computes on.
-        settings: How it is recomputed; None if it is not.
+    Raises:
+        MutationError: The layers wrote to an input that shares its memory with another one.
     """
-
-    place: CellName
-    module: nn.Module
-    layout: SkipLayout
-    stream: Stream
-    settings: Settings | None
-
-    def run(self, given: Microbatch) -> tuple[Microbatch, Region | None]:
-        """Run the layers.
-
-        Args:
-            given: The input of the stage, and the skips that the stage pops; they are taken out.
-
-        Returns:
-            The output and the skips that are stashed for later stages, and the region that it ran in.
-
-        Raises:
-            MutationError: The layers wrote to an input that shares its memory with another one.
-        """
-        aliases = _aliases(given.tensors)
-        value, skips = cast("tuple[object, dict[Key, object]]", given.take())
-        region = None
-        with use_stream(self.stream):
-            if self.settings is None or not torch.is_grad_enabled():
-                tracker = CellTracker(self.layout, self.place.stage, skips)
-                # From here on only the tracker has the skips: the code that pops one can free it.
-                del skips
-                output = _run(self.module, tracker, value)
-            else:
-                region = new_region(self.settings, self.place)
-                function = partial(_run_tracked, self.module, self.layout, self.place.stage)
-                output = region.call(function, (value, skips), {}, [self.module])
-        if any(one.is_written for one in aliases):
-            raise MutationError(
-                f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one of "
-                "them in place. Autograd does not see this across stages, so gradients would be wrong. Make the "
-                "change out of place, or pass a clone."
-            )
-        return Microbatch.of(output), region
+    aliases = _aliases(given.tensors)
+    value, skips = cast("tuple[object, dict[Key, object]]", given.take())
+    region = None
+    if settings is None or not torch.is_grad_enabled():
+        tracker = CellTracker(layout, stage, skips)
+        # From here on only the tracker has the skips: the code that pops one can free it.
+        del skips
+        output = _run(module, tracker, value)
+    else:
+        region = new_region(settings, label)
+        output = region.call(partial(_run_tracked, module, layout, stage), (value, skips), {}, [module])
+    if any(one.is_written for one in aliases):
+        raise MutationError(
+            f"stage {stage} was given {len(aliases)} tensors that share memory, and wrote to one of them in place. "
+            "Autograd does not see this across stages, so gradients would be wrong. Make the change out of place, or "
+            "pass a clone."
+        )
+    return Microbatch.of(output), region
 
 
 def _aliases(tensors: Sequence[Tensor]) -> list[Versioned]:

@@ -26,12 +26,12 @@ from torch.autograd.function import FunctionCtx
 
 
 @cache
-def phony_of(device: torch.device, *, requires_grad: bool) -> Tensor:
+def phony_of(device: torch.device) -> Tensor:
     """Return a tensor without elements, always the same one for a device.
 
     A Function that returns it has to detach it, or its node would stay on the shared tensor.
     """
-    return torch.empty(0, device=device, requires_grad=requires_grad)
+    return torch.empty(0, device=device)
 
 
 class Fork(torch.autograd.Function):
@@ -41,7 +41,7 @@ class Fork(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, and the phony that carries the edge."""
         ctx.set_materialize_grads(False)
-        phony = phony_of(tensors[0].device, requires_grad=False)
+        phony = phony_of(tensors[0].device)
         return (*(tensor.detach() for tensor in tensors), phony.detach())
 
     @staticmethod
@@ -83,19 +83,6 @@ class Passing(torch.autograd.Function):
         return None, *grads
 
 
-def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor, and the phony that begins an edge; the tensor itself if it does not require grad."""
-    (tensor,), phony = fork_all([tensor])
-    return tensor, phony
-
-
-def join(tensor: Tensor, phony: Tensor) -> Tensor:
-    """Return a tensor at which an edge ends; the tensor itself if neither it nor the phony requires grad."""
-    if not (torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad)):
-        return tensor
-    return Join.apply(1, phony, tensor)[0]
-
-
 def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the tensors of a microbatch, and the phony that begins an edge.
 
@@ -104,7 +91,7 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     places = with_grad(tensors)
     if not places:
         device = tensors[0].device if tensors else torch.device("cpu")
-        return list(tensors), phony_of(device, requires_grad=False)
+        return list(tensors), phony_of(device)
     *forked, phony = Fork.apply(*(tensors[place] for place in places))
     return replaced(tensors, places, forked), phony
 

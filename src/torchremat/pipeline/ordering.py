@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from torchremat.pipeline.dependency import fork_all, join_all
-from torchremat.pipeline.streams import normalised
 
 K = TypeVar("K")
 
@@ -44,11 +43,11 @@ class Ordering:
     """The edges of one step.
 
     Args:
-        devices: By stage.
+        devices: By stage; the same device by the same name.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = list(map(normalised, devices))
+        self._devices = devices
         self._last_of_stage: dict[int, Tensor] = {}
         self._last_of_device: dict[torch.device, Tensor] = {}
         self._copied_from: defaultdict[int, list[Tensor]] = defaultdict(list)

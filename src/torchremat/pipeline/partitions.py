@@ -10,7 +10,6 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of, counting_devices
 from torchremat.errors import PipelineError
-from torchremat.pipeline.streams import normalised
 
 _ADVICE = "`torchremat.pipeline.balance` has functions that find one by time, by size, or for given costs."
 
@@ -57,7 +56,7 @@ def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: i
         found = [torch.device("cpu")] * (stages or 1)
     problems = [problem for device in dict.fromkeys(found) for problem in _existence_problems(device)]
     _raise(problems)
-    return [normalised(device) for device in found]
+    return [accelerator_of(device).normalised(device) for device in found]
 
 
 def _existence_problems(device: torch.device) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import Stream, accelerator_of
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
@@ -19,7 +20,6 @@ from torchremat.pipeline.prediction import predicted_step
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
-from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.patches import count_elsewhere
@@ -205,7 +205,7 @@ class Pipe(nn.Module):
             recomputed = {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
         settings = [self._settings if number < recomputed else None for number in range(count)]
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
-            streams += [new_stream(device) for _ in range(len(streams), count)]
+            streams += [accelerator_of(device).new_stream(device) for _ in range(len(streams), count)]
         return Runner(
             stages=list(self.partitions),
             devices=self.devices,

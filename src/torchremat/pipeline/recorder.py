@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat.pipeline.dependency import Passing, passed, with_grad
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.streams import CpuStream, Stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
@@ -79,14 +78,7 @@ class Recorder:
     def event(
         self, stage: int, microbatch: int, kind: Kind, *, stream: torch.Stream | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context that records an event, also if its block raises.
-
-        Args:
-            stage: From 0.
-            microbatch: From 0.
-            kind: The kind of the event.
-            stream: The device stream that it runs on; None if it runs while the CPU is in the context.
-        """
+        """Return a context that records an event, also if its block raises."""
         if not self.on:
             return _NOTHING
         if stream is None:
@@ -175,12 +167,8 @@ class Passage:
     """The work on one microbatch on one stage, forward and backward.
 
     Args:
-        recorder: Records the events.
-        stage: The number of the stage.
-        microbatch: The number of the microbatch.
         forward: The kind of its event in the forward.
         backward: The kind of its event in the backward.
-        stream: The stream that it runs on.
         open_passages: Passages of the same worker whose backward has begun and has no Mark 1. Updated here.
     """
 

@@ -29,14 +29,15 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.pipeline.cells import Cell, CellName, precede
-from torchremat.pipeline.copying import copy_all, wait_all
+from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat.pipeline.cells import precede, run_cell
+from torchremat.pipeline.copying import copy_all, current_stream, use_stream, wait_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.recorder import Passage, Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
 from torchremat.pipeline.skip.layouts import Key
-from torchremat.pipeline.streams import Stream, Worker, current_stream, spawn_workers, use_device, use_stream
+from torchremat.pipeline.workers import Worker, spawn_workers
 from torchremat.regions.settings import Settings
 from torchremat.schedules.pipelines import Kind, clock_cycles
 
@@ -53,12 +54,8 @@ class Runner:
     """Runs the microbatches of one batch through the stages.
 
     Attributes:
-        stages: The layers of each stage.
-        devices: Its device.
-        layout: The routes of the skips.
         copy_streams: By stage and microbatch.
         settings: By stage and microbatch, how a cell is recomputed; None if it is not.
-        recorder: Records the events.
     """
 
     stages: Sequence[nn.Module]
@@ -108,32 +105,44 @@ class Runner:
         running: list[Future[Microbatch]] = []
         try:
             for number, stage in places:
-                with use_device(self.devices[stage]), use_stream(streams[stage]):
+                device, stream = self.devices[stage], streams[stage]
+                with accelerator_of(device).use(device), use_stream(stream):
                     if stage:
                         one = microbatches[number]
-                        one.tensors = wait_all(one.tensors, self.copy_streams[stage][number], streams[stage])
+                        one.tensors = wait_all(one.tensors, self.copy_streams[stage][number], stream)
                     given = Microbatch.of((microbatches[number].value, portals[number].incoming(stage)))
                     microbatches[number] = Microbatch((), [])  # the cell has it now
-                    passage = self._passage(stage, number, "forward", "backward", streams[stage])
+                    passage = self._passage(stage, number, "forward", "backward", stream)
                     given.tensors = passage.given(given.tensors)
-                cell = Cell(
-                    place=CellName(stage, number),
-                    module=self.stages[stage],
-                    layout=self.layout,
-                    stream=streams[stage],
-                    settings=self.settings[stage][number],
+                running.append(
+                    workers[stage].submit(partial(self._run, stage, number, given, passage, stream, ordering))
                 )
-                copy_stream = self.copy_streams[stage][number] if stage + 1 < len(self.stages) else None
-                running.append(workers[stage].submit(partial(_run, cell, given, passage, copy_stream, ordering)))
                 del given
             wait(running)
             for number, stage in places:
-                ran = _result(running, CellName(stage, number))
+                ran = _result(running, stage, number)
                 output, stashed = cast("tuple[object, dict[Key, object]]", ran.value)
                 portals[number].stashed(stage, stashed)
                 microbatches[number] = Microbatch.of(output)
         finally:
             running.clear()  # an error that is raised keeps this frame, and the frame kept the error
+
+    def _run(
+        self, stage: int, number: int, given: Microbatch, passage: Passage, stream: Stream, ordering: Ordering
+    ) -> Microbatch:
+        """Run a cell, and make the nodes behind it; the worker of its device calls it."""
+        with use_stream(stream):
+            with passage.runs():
+                settings, label = self.settings[stage][number], _label(stage, number)
+                ran, region = run_cell(self.stages[stage], self.layout, stage, given, settings, label)
+            # See NOTE [ Recomputes one at a time ]
+            ran.tensors = passage.returned(ran.tensors)
+            if stage + 1 < len(self.stages):
+                ran.tensors = wait_all(ran.tensors, stream, self.copy_streams[stage][number])
+            if region is not None:
+                ran.tensors = precede(region, ran.tensors, passage.recomputes)
+            ran.tensors = ordering.ran(stage, ran.tensors)
+        return ran
 
     def _passage(self, stage: int, number: int, forward: Kind, backward: Kind, stream: Stream) -> Passage:
         return Passage(
@@ -147,21 +156,12 @@ class Runner:
         )
 
 
-def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | None, ordering: Ordering) -> Microbatch:
-    with passage.runs():
-        ran, region = cell.run(given)
-    # See NOTE [ Recomputes one at a time ]
-    with use_stream(cell.stream):
-        ran.tensors = passage.returned(ran.tensors)
-        if copy_stream is not None:
-            ran.tensors = wait_all(ran.tensors, cell.stream, copy_stream)
-        if region is not None:
-            ran.tensors = precede(region, ran.tensors, passage.recomputes)
-        ran.tensors = ordering.ran(cell.place.stage, ran.tensors)
-    return ran
+def _label(stage: int, number: int) -> str:
+    """Return the words for a cell in messages."""
+    return f"of stage {stage}, microbatch {number}"
 
 
-def _result(running: list[Future[Microbatch]], place: CellName) -> Microbatch:
+def _result(running: list[Future[Microbatch]], stage: int, number: int) -> Microbatch:
     """Return the result of the first one, and release it.
 
     An error refers to this frame, and a frame that refers to the future would refer to the error: only the cycle
@@ -170,5 +170,5 @@ def _result(running: list[Future[Microbatch]], place: CellName) -> Microbatch:
     try:
         return running.pop(0).result()
     except BaseException as error:
-        error.add_note(f"This was raised in the forward {place} of a pipe.")
+        error.add_note(f"This was raised in the forward {_label(stage, number)} of a pipe.")
         raise

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchremat.measuring.curves import draw, headed
-from torchremat.measuring.measured_page import step_of
-from torchremat.measuring.measurement import Measurement
+from torchremat.measuring.measurement import Measurement, step_of
 from torchremat.pipeline import gantt
 from torchremat.pipeline.timeline import Timeline
 from torchremat.planning import staircases

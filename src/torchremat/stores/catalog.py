@@ -137,12 +137,7 @@ class Catalog:
         self._by_storage.before_write(storage)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
-        """Store a mask in place of a saved tensor; return None if the store has no room.
-
-        Args:
-            tensor: The tensor that autograd saves.
-            mask: The bits of a mask, in new memory.
-        """
+        """Store a mask in place of a saved tensor; return None if the store has no room."""
         handle = self.store.put(mask)
         if handle is not None:
             self._shared.narrowed(tensor, mask.nbytes)

@@ -16,7 +16,6 @@ on. A write to the file that began with the original is void and is done again: 
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -50,7 +49,6 @@ class Entry:
     is_own: bool = False  # whether no other code knows the source
     restarts: bool = False  # whether the write in progress must be done again
     state: State = State.WAITING
-    mover: threading.Thread | None = None
     checksum: int = 0
     changed: str | None = None  # the message of the error, if it was written in place
     ahead: ReadAhead | None = None
@@ -64,12 +62,12 @@ class ReadAhead:
         tensor: The memory for it, allocated by the thread that asks: a profiler of that thread's allocations sees it,
             at a program point that does not depend on when the disk is ready. None if the read has failed: the caller
             reads again, and sees why.
-        mover: The thread that reads.
+        begun: Whether a thread reads.
         done: Whether it has ended.
     """
 
     tensor: Tensor | None
-    mover: threading.Thread | None = None
+    begun: bool = False
     done: bool = False
 
 
@@ -90,12 +88,8 @@ class Patience:
         self._moves = -1
         self._since_s = time.monotonic()
 
-    def moved(self, moves: int) -> None:
-        """Record the number of moves so far."""
+    def is_over(self, moves: int) -> bool:
+        """Return whether nothing has moved for too long, given the number of moves so far."""
         if moves != self._moves:
             self._moves, self._since_s = moves, time.monotonic()
-
-    def is_over(self, moves: int) -> bool:
-        """Return whether nothing has moved for too long."""
-        self.moved(moves)
         return time.monotonic() - self._since_s > self._timeout_s

@@ -34,7 +34,6 @@ class DiskFile:
     Extents are taken under the lock of the owner of the disk file; bytes may be read and written by several threads.
 
     Args:
-        directory: The directory of the file.
         limit_bytes: How large it may become; None without a limit.
 
     Raises:

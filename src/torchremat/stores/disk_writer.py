@@ -1,11 +1,11 @@
 """Tensors that are written to a file and read back, by threads whose progress is never taken for granted.
 
-NOTE [ Threads that are gone ]
-A thread may die in the middle of any line, and a disk may stop answering. So each tensor records the thread that moves
-it; a waiter polls whether that thread is alive, and if not has the work done again. Repeating is safe: a write writes
-the same bytes to the same place, a read goes to fresh memory. If no thread is left, the waiter does the work itself. If
-nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written
-yet is still in memory, so reading it takes no disk.
+NOTE [ Moves that are interrupted ]
+A thread may be interrupted in the middle of any line, and a disk may stop answering. What interrupts a move, SystemExit
+too, does not end the thread, and the work is done again. Repeating is safe: a write writes the same bytes to the same
+place, a read goes to fresh memory. If no thread could be started, the waiter does the work itself. If nothing at all
+has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written yet is still
+in memory, so reading it takes no disk.
 
 The life of a tensor is a table in `disk_entries.py`.
 
@@ -31,7 +31,7 @@ from torchremat.stores.disk_file import DiskFile, bytes_of
 from torchremat.stores.extents import Extent
 from torchremat.tensors.versioned import Versioned
 
-# How often a waiter polls whether the threads are alive, in seconds.
+# How often a waiter looks whether the disk has stopped answering, in seconds.
 _LOOK_S = 0.1
 # How long closing a store waits for writes in progress, in seconds.
 _JOIN_S = 5.0
@@ -44,12 +44,8 @@ class DiskWriter:
     The threads keep the disk writer alive; its owner closes it.
 
     Args:
-        file: The file.
-        ledger: Where bytes are reserved and counted.
-        threads: How many threads move tensors.
         pending_limit_bytes: How many bytes may still wait to be written when `add` returns.
         timeout_s: How long to wait for a disk that makes no progress.
-        name: The store's name in messages.
     """
 
     def __init__(
@@ -205,7 +201,7 @@ class DiskWriter:
             del self._pending[entry]
             self._pending_bytes -= entry.content.size_bytes
         self._moves += 1
-        entry.state, entry.mover = state, None
+        entry.state = state
         self._condition.notify_all()
 
     def _free(self, entry: Entry) -> None:
@@ -214,14 +210,7 @@ class DiskWriter:
 
     def _next(self) -> Entry | None:
         """Return the oldest tensor that waits to be written."""
-        self._revive()
         return next((entry for entry in self._pending if entry.state is State.WAITING), None)
-
-    def _revive(self) -> None:
-        """Requeue tensors whose thread is gone. See NOTE [ Threads that are gone ]."""
-        for entry in list(self._pending):
-            if entry.mover is not None and not entry.mover.is_alive():
-                self._undo(entry)
 
     def _undo(self, entry: Entry) -> None:
         """Requeue a tensor whose write was cut short."""
@@ -229,7 +218,7 @@ class DiskWriter:
             self._free(entry)
             self._done(entry, State.DROPPED)
         elif entry.state is State.MOVING:
-            entry.state, entry.mover = State.WAITING, None
+            entry.state = State.WAITING
 
     def _end(self, entry: Entry, outcome: WriteOutcome) -> None:
         """Record the outcome of a write."""
@@ -238,7 +227,7 @@ class DiskWriter:
             self._done(entry, State.DROPPED)
             return
         if entry.restarts:
-            entry.state, entry.mover = State.WAITING, None
+            entry.state = State.WAITING
             self._moves += 1
             self._calls.put(True)
             self._condition.notify_all()
@@ -269,12 +258,7 @@ class DiskWriter:
 
     def _wait(self, patience: Patience) -> None:
         """Wait for a change, for a short while; the caller polls again then."""
-        if self._condition.wait(_LOOK_S):
-            patience.moved(self._moves)
-            return
-        self._revive()
-        self._calls.put(True)  # the thread that was woken last may be gone
-        if patience.is_over(self._moves):
+        if not self._condition.wait(_LOOK_S) and patience.is_over(self._moves):
             raise StoreError(
                 f"{self._name}: nothing was written or read for {self._timeout_s:g} s, and {self._pending_bytes} B "
                 "wait to be written. The disk hangs or is very slow; `timeout_s=` says how long to wait."
@@ -298,8 +282,13 @@ class DiskWriter:
 
     def _work(self) -> None:
         """Move tensors until the disk writer is closed: the body of each thread."""
-        while self._calls.get() is not None and not self._closing:
-            self._move()
+        while not self._closing:
+            try:
+                if self._calls.get() is None:
+                    return
+                self._move()
+            except BaseException:  # noqa: BLE001  See NOTE [ Moves that are interrupted ]
+                self._calls.put(True)
 
     def _move(self) -> None:
         """Move one tensor, if any waits. A function, since a thread that waits for the next must hold none."""
@@ -321,16 +310,16 @@ class DiskWriter:
             self._settle()
             if entry.state is not State.WAITING:
                 return
-            entry.state, entry.mover, entry.restarts = State.MOVING, threading.current_thread(), False
+            entry.state, entry.restarts = State.MOVING, False
         try:
             outcome = self._written(entry)
+            with self._condition:
+                self._settle()
+                self._end(entry, outcome)
         except BaseException:
             with self._condition:
                 self._undo(entry)
             raise
-        with self._condition:
-            self._settle()
-            self._end(entry, outcome)
 
     def _written(self, entry: Entry) -> WriteOutcome:
         """Write the bytes of a tensor; no reference to it outlives this function."""
@@ -341,7 +330,7 @@ class DiskWriter:
         if not source.is_written:
             try:
                 found = self.file.write(entry.extents, bytes_of(source.tensor))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  of the disk, or no memory left
                 return WriteOutcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
         if source.is_written:
             return WriteOutcome(State.CHANGED, message=str(source.written()))
@@ -364,10 +353,10 @@ class DiskWriter:
         with self._condition:
             if ahead.done or entry.ahead is not ahead:
                 return
-            ahead.mover = threading.current_thread()
+            ahead.begun = True
         try:
             self._read(entry, ahead.tensor)
-        except StoreError:
+        except BaseException:  # noqa: BLE001  the caller reads again, and sees why
             ahead.tensor = None
         with self._condition:
             ahead.done = True
@@ -379,7 +368,7 @@ class DiskWriter:
         patience = Patience(self._timeout_s)
         with self._condition:
             while not ahead.done:
-                if ahead.mover is None or not ahead.mover.is_alive():
+                if not ahead.begun:
                     ahead.done, ahead.tensor = True, None
                     return None
                 self._wait(patience)

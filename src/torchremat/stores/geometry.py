@@ -57,13 +57,7 @@ def _has_gaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def missing(start: int, stop: int, covered: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of an interval that no covered interval contains, in order.
-
-    Args:
-        start: Its first byte.
-        stop: The byte after its last.
-        covered: Intervals in any order that do not overlap.
-    """
+    """Return the parts of an interval that no covered interval contains, in order."""
     found: list[tuple[int, int]] = []
     for left, right in sorted(covered):
         if right <= start or left >= stop:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
 from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import Args, Kwargs, Operation, sequence_number
+from torchremat._compat.tensors import is_dense
 from torchremat.ambient.global_state import only_watches
 from torchremat.errors import StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
@@ -34,7 +35,7 @@ from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
-from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
+from torchremat.stores.slots import NEEDS, Shape, any_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
@@ -105,10 +106,6 @@ class Surrogate(InCatalog):
     """The stand-in for a tensor whose values are never read.
 
     Attributes:
-        node: The name of its node.
-        slot: The slot there.
-        geometry: The geometry of its elements.
-        catalog: The catalog that has stored the bits.
         bits: A bit for each element; None if only the shape is needed.
         true: The value for the elements whose bit is set.
         false: The value for the others.
@@ -116,7 +113,7 @@ class Surrogate(InCatalog):
 
     node: str
     slot: str
-    geometry: Geometry
+    like: Metadata
     catalog: Catalog
     bits: Handle | None = None
     true: float = 0.0
@@ -137,13 +134,13 @@ class Surrogate(InCatalog):
                 "Use a store without `Compressed` to read them."
             )
         if self.bits is None:
-            return self.geometry.empty()
-        return surrogate(self.geometry, self.catalog.get_mask(self.bits), self.true, self.false)
+            return any_of(self.like)
+        return surrogate(self.like, self.catalog.get_mask(self.bits), self.true, self.false)
 
     @property
     def metadata(self) -> Metadata:
         """The metadata of the tensor."""
-        return self.geometry.shape, self.geometry.dtype, self.geometry.device, self.geometry.strides
+        return self.like
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +164,6 @@ class SlotWatch(TorchFunctionMode):
     """A mode in which a tensor is stored as the part that backward needs. See NOTE [ How a slot is known ].
 
     Enter it after the saved-tensor hooks whose pack is its `pack`, and leave it before them.
-
-    Args:
-        catalog: The catalog that stores the other tensors.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -229,15 +223,15 @@ class SlotWatch(TorchFunctionMode):
             set_grad_mode(enabled)
 
     def _narrowed(self, tensor: Tensor, found: _NarrowedSlot) -> Surrogate | None:
-        geometry, need = geometry_of(tensor), NEEDS[found.name][found.slot]
+        like, need = metadata_of(tensor), NEEDS[found.name][found.slot]
         if isinstance(need, Shape):
             self._catalog.put_shape(tensor)
-            return Surrogate(found.name, found.slot, geometry, self._catalog)
-        split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
+            return Surrogate(found.name, found.slot, like, self._catalog)
+        split = need(found.node, in_order(tensor)) if is_dense(tensor) else None
         bits = None if split is None else self._catalog.put_mask(tensor, pack_bits(split.bits))
         if split is None or bits is None:
             return None
-        return Surrogate(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
+        return Surrogate(found.name, found.slot, like, self._catalog, bits, split.true, split.false)
 
     def _found(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
         """Return the waiting slots that need less than the tensor, found by their contents."""

@@ -63,8 +63,6 @@ class ByteSpan:
     """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer.
 
     Attributes:
-        start: The first byte in the storage.
-        stop: The byte after the last.
         pieces: In any order.
         hot: The buffer, while it is alive.
         held: By backward: the buffer, and the saved tensors that this backward has not asked for yet.
@@ -91,6 +89,15 @@ class ByteSpan:
     def stored_bytes(self) -> int:
         """How many bytes are brought back."""
         return sum(piece.count * piece.dtype.itemsize for piece in self.pieces)
+
+    def prefetch(self) -> int:
+        """Let the store begin to bring the bytes back; return how many that will be."""
+        if self.is_coming or self.is_hot:
+            return 0
+        self.is_coming = True
+        for piece in self.pieces:
+            piece.handle.prefetch()
+        return self.stored_bytes
 
     def wait(self, tensor: Tensor) -> None:
         """Let the current stream use a view of the buffer, which another stream may have loaded."""

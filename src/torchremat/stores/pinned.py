@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +26,6 @@ _WAIT_S = 0.5
 _LOOK_S = 0.0002
 
 
-class DeviceEvent(Protocol):
-    """The interface of a device event."""
-
-    def query(self) -> bool:
-        """Return whether all work that was queued before it is done."""
-        ...
-
-
 class PinnedBlock:
     """Pinned memory for one tensor. The taker gives it back; copies from or to it may still run at that time."""
 
@@ -43,14 +34,14 @@ class PinnedBlock:
     def __init__(self, chunk: _Chunk, extent: Extent) -> None:
         self._chunk = chunk
         self._extent = extent
-        self._uses: list[DeviceEvent] = []
+        self._uses: list[torch.Event] = []
 
     def tensor(self, content: Content) -> Tensor:
         """Return the memory as a tensor in a line. See NOTE [ In a line ]."""
         memory = self._chunk.memory[self._extent.start : self._extent.start + content.size_bytes]
         return memory.view(content.dtype)
 
-    def used(self, event: DeviceEvent) -> None:
+    def used(self, event: torch.Event) -> None:
         """Note a copy that ends at an event."""
         self._uses = [use for use in self._uses if not use.query()]
         self._uses.append(event)

@@ -66,7 +66,6 @@ class Record:
 
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
-        shared: The state that the records of a catalog share.
         by_storage: Gets the record for each storage whose writes it must be told of.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
@@ -101,13 +100,7 @@ class Record:
     # ------------------------------------------------------------------------------------------------------ forward
 
     def add(self, place: TensorPlace, tensor: Tensor, *, watched: Tensor | None = None) -> None:
-        """Store the bytes of a tensor that are not stored yet.
-
-        Args:
-            place: The tensor's place in the storage.
-            tensor: The tensor, without its graph, conjugation and negation.
-            watched: See `Kept`.
-        """
+        """Store the bytes of a tensor that are not stored yet."""
         with self._lock:
             self._note(place)
             self._store(place, tensor, watched, None)
@@ -259,15 +252,11 @@ class Record:
             if storage is None:
                 where = span.hot
                 storage = None if where is None else where.storage()
-            task = current_graph_task()
             if storage is None:
-                self._shared.loaded(span.stored_bytes)
-                base = span.load(self._start_address, self._device)
-                storage, where = base.untyped_storage(), span.hot
-                self._hold(span, task, base)
+                storage, where = self._load(span).untyped_storage(), span.hot
                 if self._is_complete:
                     self._by_storage.add(storage, self)
-            _asked(span, task, place)
+            _asked(span, current_graph_task(), place)
             assert where is not None
             found = where.view(storage, place)
             if where is span.hot:
@@ -285,13 +274,7 @@ class Record:
         try:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
-            span = self._span_of(place)
-            if span.is_coming or span.is_hot:
-                return 0
-            span.is_coming = True
-            for piece in span.pieces:
-                piece.handle.prefetch()
-            return span.stored_bytes
+            return self._span_of(place).prefetch()
         finally:
             self._lock.release()
 
@@ -301,10 +284,7 @@ class Record:
             if self._stays():
                 return
             for span in self._spans:
-                if not span.is_coming and not span.is_hot:
-                    span.is_coming = True
-                    for piece in span.pieces:
-                        piece.handle.prefetch()
+                span.prefetch()
 
     def bring(self) -> None:
         """Bring everything back, and hold it for the running backward."""
@@ -313,9 +293,7 @@ class Record:
                 return
             for span in self._spans:
                 if not span.is_hot:
-                    self._shared.loaded(span.stored_bytes)
-                    base = span.load(self._start_address, self._device)
-                    self._hold(span, current_graph_task(), base)
+                    self._load(span)
 
     def _stays(self) -> bool:
         """Hold the storage that it was made of, if that is still alive."""
@@ -324,7 +302,7 @@ class Record:
         if storage is None:
             return False
         for span in self._spans:
-            self._hold(span, current_graph_task(), storage)
+            self._hold(span, storage)
         return True
 
     def forget(self, key: int) -> None:
@@ -338,7 +316,14 @@ class Record:
     # every saved tensor of the record that is still alive; at the latest until that backward ends. From then on only
     # the nodes that use the buffer hold it.
 
-    def _hold(self, span: ByteSpan, task: int, base: Tensor | UntypedStorage) -> None:
+    def _load(self, span: ByteSpan) -> Tensor:
+        self._shared.loaded(span.stored_bytes)
+        base = span.load(self._start_address, self._device)
+        self._hold(span, base)
+        return base
+
+    def _hold(self, span: ByteSpan, base: Tensor | UntypedStorage) -> None:
+        task = current_graph_task()
         if task >= 0:
             if task not in span.held:
                 at_end_of_backward(partial(_release, ref(span), task))

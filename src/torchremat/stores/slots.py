@@ -26,33 +26,10 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.operators import above_bound, below_bound
-from torchremat._compat.tensors import fills_memory
 from torchremat.stores.codecs.lossless import spread_bits
+from torchremat.tensors.metadata import Metadata
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where the elements of a tensor lie, without the elements."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        """Return a tensor of this geometry with any values: the surrogate if only the shape is needed."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-    def is_dense(self) -> bool:
-        """Return whether the elements fill one piece of memory, each at one place of it."""
-        return fills_memory(self.shape, self.strides)
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """Return the geometry of a tensor."""
-    return Geometry(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +47,18 @@ class TwoCases:
     false: float
 
 
-def surrogate(geometry: Geometry, packed: Tensor, true: float, false: float) -> Tensor:
-    """Return the surrogate of a tensor that was split.
+def any_of(metadata: Metadata) -> Tensor:
+    """Return a tensor of this metadata with any values: the surrogate if only the shape is needed."""
+    shape, dtype, device, strides = metadata
+    assert isinstance(strides, tuple)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    Args:
-        geometry: The geometry of the tensor, which is dense.
-        packed: The bits of the split, by `pack_bits`.
-        true: See `TwoCases`.
-        false: See `TwoCases`.
-    """
-    flat = spread_bits(packed, geometry.shape.numel(), true, false, geometry.dtype)
-    return flat.as_strided(geometry.shape, geometry.strides)
+
+def surrogate(metadata: Metadata, packed: Tensor, true: float, false: float) -> Tensor:
+    """Return the surrogate of a tensor that was split."""
+    shape, dtype, _, strides = metadata
+    assert isinstance(strides, tuple)
+    return spread_bits(packed, shape.numel(), true, false, dtype).as_strided(shape, strides)
 
 
 def in_order(tensor: Tensor) -> Tensor:

@@ -104,17 +104,7 @@ class Schedule:
 
 
 class Stored(InCatalog):
-    """A saved tensor. Dropping it is the only way to free it.
-
-    Args:
-        tensor: The tensor.
-        record: The record of its storage.
-        schedule: Gets its turn, and is told when it is asked for.
-
-    Attributes:
-        record: The record of its storage.
-        place: Its place there.
-    """
+    """A saved tensor. Dropping it is the only way to free it."""
 
     __slots__ = ("__weakref__", "_is_conjugated", "_is_negated", "_schedule", "_turn", "place", "record")
 

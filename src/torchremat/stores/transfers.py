@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,11 +50,6 @@ _FLYING_SHARE = 1 / 8
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which the caller computes; the host has none, and needs no transfers."""
     return cast("torch.Stream", accelerator_of(device).current_stream(device))
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream."""
-    return cast("torch.Stream", accelerator_of(device).new_stream(device))
 
 
 class CopyAhead(NamedTuple):
@@ -91,19 +86,13 @@ class Flight:
 
 
 class Transfers:
-    """The streams of each device, and the copies that have not ended.
-
-    Args:
-        pool: The pinned memory for the tensors.
-        ledger: The accounting of bytes.
-    """
+    """The streams of each device, and the copies that have not ended."""
 
     def __init__(self, pool: Pool, ledger: Ledger) -> None:
         self.pool = pool
         self.ledger = ledger
         self._lock = threading.Lock()
-        self._out: dict[torch.device, torch.Stream] = {}
-        self._in: dict[torch.device, torch.Stream] = {}
+        self._streams: dict[tuple[str, torch.device], torch.Stream] = {}
         self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
         self._left: deque[CopyAhead] = deque()  # never asked for, see NOTE [ What a finalizer may do ]
@@ -131,13 +120,14 @@ class Transfers:
             self._flying_bytes += flight.size_bytes
         return TransferHandle(self, flight, place, host, content)
 
-    def incoming(self, device: torch.device) -> torch.Stream:
-        """Return the stream for copies to a device that nothing waits for yet."""
-        return self._stream(self._in, device)
-
-    def outgoing(self, device: torch.device) -> torch.Stream:
-        """Return the stream for copies from a device."""
-        return self._stream(self._out, device)
+    def stream(self, way: Literal["in", "out"], device: torch.device) -> torch.Stream:
+        """Return the stream for copies from a device, or for those to it that nothing waits for yet."""
+        found = self._streams.get((way, device))  # without the lock, see NOTE [ What a finalizer may do ]
+        if found is None:
+            new = cast("torch.Stream", accelerator_of(device).new_stream(device))
+            with self._lock:
+                found = self._streams.setdefault((way, device), new)
+        return found
 
     def land(self) -> None:
         """Release the sources of copies that have ended."""
@@ -175,7 +165,7 @@ class Transfers:
 
     def _begin(self, tensor: Tensor, host: Tensor, content: Content) -> Flight:
         line = content.line(tensor)
-        accelerator, stream = accelerator_of(content.device), self.outgoing(content.device)
+        accelerator, stream = accelerator_of(content.device), self.stream("out", content.device)
         stream.wait_stream(current_stream(content.device))
         with accelerator.on(stream):
             host.copy_(line, non_blocking=True)
@@ -190,13 +180,6 @@ class Transfers:
 
     def _most_flying(self) -> int:
         return min(_FLYING_BYTES, int(_FLYING_SHARE * self.ledger.statistics().peak_stored_bytes))
-
-    def _stream(self, streams: dict[torch.device, torch.Stream], device: torch.device) -> torch.Stream:
-        found = streams.get(device)  # without the lock, see NOTE [ What a finalizer may do ]
-        if found is None:
-            with self._lock:
-                found = streams.setdefault(device, new_stream(device))
-        return found
 
 
 class TransferHandle:
@@ -243,7 +226,7 @@ class TransferHandle:
         """Begin to copy it to its device, overlapping the device's computation."""
         with self._lock:
             if self._ahead is None:
-                stream = self._transfers.incoming(self._content.device)
+                stream = self._transfers.stream("in", self._content.device)
                 self._ahead = self._copy(stream, current_stream(self._content.device))
 
     def settle(self) -> None:

@@ -39,8 +39,6 @@ class Table:
     """A table that can be sorted by each column.
 
     Attributes:
-        title: Its heading.
-        columns: The headings of the columns.
         rows: The rows, each as long as `columns`.
         note: A sentence below the heading.
     """
@@ -56,11 +54,9 @@ class Chart:
     """A figure of plotly.js, see `charts`.
 
     Attributes:
-        title: Its heading.
         figure: `data` and `layout`. Text like "@forward" stands for a colour of the page's palette.
         spans: The position of each table row in the figure, as pairs of x.
         note: A sentence below the heading.
-        height: In pixels.
     """
 
     title: str
@@ -72,14 +68,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The view of one object.
-
-    Attributes:
-        title: The name of the object.
-        facts: The summary.
-        charts: The charts.
-        tables: The tables.
-    """
+    """The view of one object."""
 
     title: str
     facts: tuple[Fact, ...]

@@ -21,14 +21,7 @@ MOST_POINTS = 24_000
 
 
 def step_chart(step: Step, *, others: Sequence[Step] = (), title: str, note: str = "") -> Chart:
-    """Return the curve of a step with its slices below, and the lines of other steps.
-
-    Args:
-        step: The step.
-        others: Other steps, on the same axes.
-        title: Of the chart.
-        note: Of the chart.
-    """
+    """Return the curve of a step with its slices below, and the lines of other steps."""
     steps = (step, *others)
     highest = max([one.live_bytes for each in steps for one in each.points] + [step.budget_bytes or 0, 1])
     unit, size = axis_unit(highest)

@@ -34,10 +34,6 @@ class Slice:
     """A time span in which something runs, or waits.
 
     Attributes:
-        row: The row that it is drawn in.
-        name: The name of the slice.
-        starts_s: Since the start of the step.
-        ends_s: The same.
         kind: Which colour it has.
         says: More of it, in lines.
         key: The row of the table that it belongs to.
@@ -57,7 +53,6 @@ class Step:
     """A step, measured or predicted.
 
     Attributes:
-        name: The name of the step.
         points: The points of the curve, in order of time.
         slices: The slices; slices of one row do not overlap.
         jumps: Whether the bytes are constant until the next point, which is so if every change was recorded.

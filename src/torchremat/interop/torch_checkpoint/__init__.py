@@ -41,7 +41,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from torchremat._compat.checkpoints import checkpoint_switches
+from torchremat._compat.checkpoints import switched
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
@@ -153,13 +153,8 @@ def checkpoint(
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
         return _torch_checkpoint(function, *args, **given, **kwargs)
-    switches = checkpoint_switches()
-    settings = _settings(
-        determinism_check,
-        bool(preserve),
-        bool(early_stop if switches.early_stop is None else switches.early_stop),
-        bool(debug if switches.debug is None else switches.debug),
-    )
+    stops, debugs = switched(early_stop=bool(early_stop), debug=bool(debug))
+    settings = _settings(determinism_check, bool(preserve), stops, debugs)
     return _run(function, settings, context_fn, respect_saved_tensors_hooks, args, kwargs)
 
 

@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """A pair of saved-tensor hooks, as a store.
-
-    Attributes:
-        pack: Packs a tensor into an object.
-        unpack: Makes the tensor from that object again.
-    """
+    """A pair of saved-tensor hooks, as a store."""
 
     pack: Pack
     unpack: Unpack
@@ -54,11 +49,8 @@ class _PackedByHooks:
     """A tensor as packed by hooks.
 
     Attributes:
-        packed: The packed object.
-        unpack: The hook that makes the tensor from it.
         stored_bytes: The tensor's bytes; the size of the packed object is unknown.
         given: The tensor that the hooks were given, as long as it is alive.
-        version: Its version then.
     """
 
     packed: object
@@ -92,12 +84,7 @@ class _PackedByHooks:
 
 
 class IntoHooks:
-    """A policy that keeps in hooks the outputs that another policy keeps; outputs for a store still go to the store.
-
-    Args:
-        policy: The other one.
-        hooks: The hooks.
-    """
+    """A policy that keeps in hooks the outputs that another policy keeps; outputs for a store still go to the store."""
 
     def __init__(self, policy: AnyPolicy, hooks: Hooks) -> None:
         self._policy = policy
@@ -215,13 +202,7 @@ Checkpoint = Callable[..., Any]
 
 
 class Decorated:
-    """A function that is recomputed in backward wherever it is called; a method too, if it is an attribute of a class.
-
-    Args:
-        checkpoint: The function that calls it.
-        options: The keyword arguments of `checkpoint`.
-        function: The function.
-    """
+    """A function, or a method of a class, that is recomputed in backward wherever it is called."""
 
     def __init__(self, checkpoint: Checkpoint, options: Mapping[str, object], function: Callable[..., Any]) -> None:
         if not callable(function):

@@ -93,11 +93,7 @@ class _NoModules:
 
 
 class SelectiveForward(AbstractContextManager[None]):
-    """The context of the forward.
-
-    Attributes:
-        policy: The policy that it asks.
-    """
+    """The context of the forward."""
 
     def __init__(self, policy: AnyPolicy, selection: Selection) -> None:
         self.policy = policy

@@ -12,10 +12,8 @@ schedule nor stages, so that dropping a schedule drops all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
-from weakref import ref
 
 import torch.distributed as dist
 
@@ -23,7 +21,7 @@ from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, n
 from torchremat._compat.sharding import is_managed, is_sharded
 from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
-from torchremat.pipeline.attaching.patches import Patch, undo_all
+from torchremat.pipeline.attaching.patches import Original, Patch, undo_all
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
@@ -36,13 +34,7 @@ from torchremat.tensors.sizes import parse_bytes
 
 
 def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
-    """Return the records of all processes of a group, on one clock; each process gets them.
-
-    Args:
-        recorder: The record of this process.
-        order: The actions of each process.
-        group: The process group, None for all processes.
-    """
+    """Return the records of all processes of a group, on one clock; each process gets them."""
     events = recorder.events()
     ours = cast("dist.ProcessGroup | None", group)
     dist.barrier(group=ours)
@@ -152,16 +144,13 @@ class _ScheduleStep:
     """The `step` of a schedule, which leaves no session open."""
 
     def __init__(self, schedule: object, attached: Attached) -> None:
-        self._schedule = ref(schedule)
-        self._own = cast("Callable[..., object] | None", vars(schedule).get(STEP))
+        self._step = Original(schedule, STEP)
         self.attached = attached
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
-        schedule = self._schedule()
-        step = self._own or cast("Callable[..., object]", getattr(type(schedule), STEP).__get__(schedule))
         self.attached.begin()
         try:
-            return step(*args, **kwargs)
+            return self._step(*args, **kwargs)
         finally:
             self.attached.close()
 

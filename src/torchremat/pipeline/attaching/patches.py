@@ -1,8 +1,9 @@
-"""One attribute of one object, replaced until it is undone."""
+"""One attribute of one object, replaced until it is undone, and what it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 from weakref import ref
 
 from torchremat.errors import UnsupportedError
@@ -14,8 +15,6 @@ class Patch:
     """A replaced attribute of an instance. The owner keeps the patch's value; the patch keeps the owner only weakly.
 
     Args:
-        owner: The object.
-        name: The attribute.
         value: Its value until `undo`.
         undone: Is called by `undo`.
     """
@@ -46,6 +45,21 @@ class Patch:
             setattr(owner, self._name, self._had)
         if self._undone is not None:
             self._undone()
+
+
+class Original:
+    """A method of an instance as it is now, for the code that replaces it; it keeps the instance only weakly."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner = ref(owner)
+        self._name = name
+        self._own = cast("Callable[..., object] | None", vars(owner).get(name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        owner = self._owner()
+        call = self._own or cast("Callable[..., object]", getattr(type(owner), self._name).__get__(owner))
+        return call(*args, **kwargs)
 
 
 def undo_all(patches: list[Patch]) -> None:

@@ -25,15 +25,15 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
 
 from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_pass_of
-from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.attaching.patches import Original, Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
 from torchremat.regions.sessions import Session
@@ -51,7 +51,6 @@ class SessionsOfStage:
 
     Args:
         stage: The stage, which is not kept.
-        recorder: Records which code runs when.
         plain: The microbatches that run without regions.
         weighs: Whether `costs` are measured.
     """
@@ -61,7 +60,7 @@ class SessionsOfStage:
         self._recorder = recorder
         self._plain = plain
         self._weighs = weighs
-        self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
+        self._calls = {name: Original(stage, name) for name in (FORWARD, BACKWARD, WEIGHT)}
         self._whole = whole_pass_of(stage)
         self._open: dict[int, Session] = {}
         self._drops = True  # until a weight pass needs a tensor that an input pass has dropped
@@ -87,7 +86,7 @@ class SessionsOfStage:
             self._open.popitem()[1].close()
 
     def _forward(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
-        call = self._call(FORWARD)
+        call = self._calls[FORWARD]
         if not self._has_backward() or not torch.is_grad_enabled():
             return call(fwd_chunk_id, *args, **kwargs)
         self._close(fwd_chunk_id)
@@ -112,7 +111,7 @@ class SessionsOfStage:
         return done
 
     def _piece(self, name: str, kind: Kind, microbatch: int, *args: Any, **kwargs: Any) -> object:
-        call, session = self._call(name), self._open.get(microbatch)
+        call, session = self._calls[name], self._open.get(microbatch)
         if session is None:
             return call(microbatch, *args, **kwargs)
         with self._recorder.event(self.index, microbatch, kind), session.active(), ExitStack() as stack:
@@ -121,11 +120,6 @@ class SessionsOfStage:
             elif kind == "input" and self._drops:
                 stack.enter_context(session.input_pass())
             return call(microbatch, *args, **kwargs)
-
-    def _call(self, name: str) -> Callable[..., object]:
-        stage = self._stage()
-        own = self._own[name]
-        return cast("Callable[..., object]", own or getattr(type(stage), name).__get__(stage))
 
     def _has_backward(self) -> bool:
         stage = self._stage()

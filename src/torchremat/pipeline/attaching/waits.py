@@ -21,7 +21,7 @@ from torchremat._compat.pipelining import (
     name_of,
     stages_of,
 )
-from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.attaching.patches import Original, Patch
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.recorder import Recorder
 
@@ -29,13 +29,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Waits:
-    """Runs a look-ahead before waits for gradients, and records all waits for receives.
-
-    Args:
-        stages: The sessions of each stage of this process, by number.
-        lookahead: Runs before a wait for a gradient, None for nothing.
-        recorder: Gets the waits.
-    """
+    """Runs a look-ahead before waits for gradients, and records all waits for receives."""
 
     def __init__(self, stages: dict[int, SessionsOfStage], lookahead: Lookahead | None, recorder: Recorder) -> None:
         self._stages = stages
@@ -98,19 +92,16 @@ class _Receives:
     """Replaces `get_bwd_recv_ops` or `get_fwd_recv_ops`: the schedule waits next for the receives that it asks for."""
 
     def __init__(self, stage: TorchStage, name: str, direction: Direction, waits: Waits) -> None:
-        self._stage = ref(stage)
-        self._name = name
-        self._own = cast("Callable[[int], list[object]] | None", vars(stage).get(name))
+        self._index = stage.stage_index
+        self._receive = Original(stage, name)
         self._direction: Direction = direction
         self._waits = waits
 
     def __call__(self, microbatch: int) -> list[object]:
         """Return the receives of a microbatch."""
-        stage = cast("TorchStage", self._stage())
-        own = self._own or cast("Callable[[int], list[object]]", getattr(type(stage), self._name).__get__(stage))
-        receives = own(microbatch)
+        receives = self._receive(microbatch)
         if receives:
-            self._waits.expect(self._direction, stage.stage_index, microbatch)
+            self._waits.expect(self._direction, self._index, microbatch)
         return receives
 
 

@@ -67,7 +67,6 @@ class LayerCopy:
     """A copy of a layer, and its inputs.
 
     Attributes:
-        layer: The copy.
         place: The layer's place in the model.
         layout: The routes of the skips.
         before: The values that pass from earlier layers to this one, and to those after it.
@@ -165,12 +164,6 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
     """Return the bytes of each layer: the saved tensors of its forward, and its parameters times a factor.
 
     See NOTE [ Whose a saved storage is ]. Tensors in stores, and recomputed tensors, take no bytes.
-
-    Args:
-        module: The layers; copies of them run, once each.
-        microbatch: The input of the first layer.
-        param_scale: The factor.
-        device: Where the copies run.
     """
     numbers = StorageNumbers()
 

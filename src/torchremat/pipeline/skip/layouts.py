@@ -66,13 +66,3 @@ class SkipLayout:
         """Yield the skips that are copied to a stage, in order: source stage and key."""
         found = [(source, key) for key, (source, target) in self.routes.items() if source != target == stage]
         yield from sorted(found, key=lambda one: (one[0], order_of(one[1])))
-
-    def copies_from(self, stage: int) -> Iterator[tuple[int, Key]]:
-        """Yield the skips that are copied from a stage, in order: target stage and key."""
-        found = [(target, key) for key, (source, target) in self.routes.items() if stage == source != target]
-        yield from sorted(found, key=lambda one: (one[0], order_of(one[1])))
-
-    def requires_copy(self, namespace: Namespace | None, name: str) -> bool:
-        """Return whether a skip goes to another stage; False if it is unknown."""
-        source, target = self.routes.get((namespace, name), (0, 0))
-        return source != target

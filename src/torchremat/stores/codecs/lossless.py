@@ -33,15 +33,7 @@ def pack_bits_anywhere(mask: Tensor) -> Tensor:
 
 
 def spread_bits(packed: Tensor, count: int, true: float | bool, false: float | bool, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of one dimension with one value where a mask is set and another where it is not.
-
-    Args:
-        packed: The result of `pack_bits`.
-        count: Elements of the mask.
-        true: The value where it is set.
-        false: The value where it is not.
-        dtype: The dtype of the result.
-    """
+    """Return a tensor of one dimension with one value where a mask is set and another where it is not."""
     # A table row of eight values per byte is several times faster than any operator that tests each bit.
     numbers = torch.arange(256, dtype=torch.int32, device=packed.device)
     bits = (numbers.unsqueeze(1) >> torch.arange(8, dtype=torch.int32, device=packed.device)).bitwise_and_(1)
