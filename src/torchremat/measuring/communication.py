@@ -19,14 +19,13 @@ from torch import nn
 from torchremat._compat.sharding import is_sharded
 
 
-def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> int:
+def communication_bytes(modules: Iterable[nn.Module], device: torch.device) -> int:
     """Return the bytes of DistributedDataParallel's buckets, which exist before a step.
 
     Args:
-        models: Modules inside them count too.
+        modules: All modules, each once.
         device: One without an index stands for all of its type.
     """
-    modules = {id(module): module for model in models for module in model.modules()}.values()
     return sum(
         _trained_bytes(module.parameters(), device)
         for module in modules
