@@ -41,8 +41,6 @@ _Bits = int | Tensor | tuple[object, ...]
 # A tensor of at most so many bytes has its hash on the host within some 50 microseconds: a mark before it and one
 # behind it, which would hide them, take a fifth of that.
 _SHORT_BYTES = 512 << 10
-# A tensor of at most so many bytes is hashed again sooner than its hash is looked up.
-_TINY_BYTES = 16 << 10
 
 
 class Comparison:
@@ -83,7 +81,7 @@ class Comparison:
     def saved_again(self, unit: int, place: int, tensor: Tensor, stays: Container[int], *, ends: bool) -> None:
         """Note a tensor that the recompute of a unit saves, and whether a recompute in training would end here."""
         if not is_workspace(tensor):
-            self._now[unit, place] = self._bits(tensor, stays, again=True)
+            self._now[unit, place] = self._bits(tensor, stays)
         if ends and self._rest < 0:
             self._rest = self._mark("rest")
 
@@ -93,8 +91,7 @@ class Comparison:
 
     def returned_again(self, unit: int, call: int, output: object) -> None:
         """Note the output of a call in the recompute of its unit."""
-        outputs = enumerate(tensors_in(output))
-        self._now.update(((unit, call, place), self._bits(one, again=True)) for place, one in outputs)
+        self._now.update(((unit, call, place), self._bits(one)) for place, one in enumerate(tensors_in(output)))
 
     def recomputed(self) -> None:
         """Note the end of a recompute."""
@@ -102,7 +99,7 @@ class Comparison:
             self.hidden.append((self._rest, self._mark("shows")))
             self._rest = -1
 
-    def _bits(self, tensor: Tensor, stays: Container[int] = (), *, again: bool = False) -> _Bits:
+    def _bits(self, tensor: Tensor, stays: Container[int] = ()) -> _Bits:
         memories = memories_of(tensor)
         version = version_of(tensor) if len(memories) == 1 and tensor.layout is torch.strided else -1
         if version < 0:
@@ -110,23 +107,16 @@ class Comparison:
                 return fingerprint(tensor, by_memory=True)
         if address_of(memories[0]) in stays:
             return address_of(memories[0]), *_seen(tensor, version)
-        is_short = tensor.nbytes <= _SHORT_BYTES
-        # A leaf lasts, and may be written through `.data` between any two saves of it.
-        if is_short and (tensor.nbytes <= _TINY_BYTES or (tensor if tensor._base is None else tensor._base).is_leaf):
-            hashed = hash_here(tensor)
-            if hashed is not None:
-                return hashed
+        if tensor.nbytes <= _SHORT_BYTES and (hashed := hash_here(tensor)) is not None:
+            return hashed
         found = self._known.get(memories[0])
         if found is None:
             found = self._known[memories[0]] = {}
-        seen = is_short and again, *_seen(tensor, version)
+        seen = _seen(tensor, version)
         if seen not in found:
-            hashed = hash_here(tensor) if is_short else None
-            if hashed is None:
-                with self._hiding():
-                    found[seen] = _hashed(tensor)
-            else:
-                found[seen] = hashed
+            with self._hiding():
+                hashed = hash_here(tensor)
+                found[seen] = fingerprint(tensor, by_memory=True) if hashed is None else hashed
         return found[seen]
 
     def keeps(self, unit: int, region: Recomputable) -> None:
@@ -165,11 +155,6 @@ class Comparison:
         if not are_like or any(any(differing(*zip(*own, strict=True))) for own in devices.values()):
             raise CheckpointError("a unit has not repeated its forward.")
         return [unit for unit in range(units) if unit not in asked]
-
-
-def _hashed(tensor: Tensor) -> int | Tensor:
-    hashed = hash_here(tensor)
-    return fingerprint(tensor, by_memory=True) if hashed is None else hashed
 
 
 def _seen(tensor: Tensor, version: int) -> tuple[object, ...]:
