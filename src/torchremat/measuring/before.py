@@ -74,7 +74,8 @@ def bytes_before(
         inputs: The tensors that the step holds.
         device: One without an index stands for all of its type.
     """
-    models, leaves, inputs = list(models), list(leaves), list(inputs)
+    leaves, inputs = list(leaves), list(inputs)
+    modules = list({id(one): one for model in models for one in model.modules()}.values())
     counted: set[int] = set()
 
     def bytes_of(tensors: Iterable[object]) -> int:
@@ -88,15 +89,14 @@ def bytes_before(
         return total
 
     held = {id(tensor) for tensor in inputs}
-    parameters = [parameter for model in models for parameter in model.parameters()]
+    parameters = [one for module in modules for one in module._parameters.values()]
     others = [leaf for leaf in leaves if id(leaf) not in held]  # the optimizer may have more than the model
-    modules = [module for model in models for module in model.modules()]
     state = [one for own in optimizers for one in cast("dict[Tensor, object]", own.state).values()]
     return BytesBefore(
         parameter_bytes=bytes_of([*parameters, *others]),
         gradient_bytes=bytes_of([*(leaf.grad for leaf in leaves), *unreduced_gradients(modules).values()]),
-        buffer_bytes=bytes_of(buffer for model in models for buffer in model.buffers()),
+        buffer_bytes=bytes_of(one for module in modules for one in module._buffers.values()),
         optimizer_bytes=bytes_of(state),
         input_bytes=bytes_of(inputs),
-        communication_bytes=communication_bytes(models, device),
+        communication_bytes=communication_bytes(modules, device),
     )

@@ -20,14 +20,13 @@ from torchremat._compat.sharding import awaits_static_graph, is_sharded
 from torchremat.errors import UnsupportedError
 
 
-def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> int:
+def communication_bytes(modules: Iterable[nn.Module], device: torch.device) -> int:
     """Return the bytes of DistributedDataParallel's buckets, which exist before a step.
 
     Args:
-        models: Modules inside them count too.
+        modules: All modules, each once.
         device: One without an index stands for all of its type.
     """
-    modules = {id(module): module for model in models for module in model.modules()}.values()
     return sum(
         _trained_bytes(module.parameters(), device)
         for module in modules

@@ -96,7 +96,7 @@ class Subject:
                 tensors=self.inputs,
                 step=self.step,
                 known=self._known,
-                looks=False if any(map(has_compiled, self.models)) else looks,
+                looks=looks if looks and not any(map(has_compiled, self.models)) else False,
                 but=self.optimizers if steps else (),
                 before=before,
             ) as looking,

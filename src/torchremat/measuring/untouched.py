@@ -37,7 +37,7 @@ from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
-from torchremat.measuring.writes import Known, Looking, Writes
+from torchremat.measuring.writes import Known, Looking, Writes, hooked
 from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
@@ -60,6 +60,7 @@ class StateBefore:
     Attributes:
         world: What was reached, without the tensors that have a graph: the step may free them.
         leaves: The leaves that backward may give a gradient to.
+        hooked: Tensors that hooks of these leaves may write in a backward.
         buffers: The buffers of all modules.
         stays: Whether it is the same after a run; not if a lazy module makes its parameters in it.
     """
@@ -72,6 +73,7 @@ class StateBefore:
         reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer, and run its hooks
         reshard(world.modules)  # an earlier forward may have had no backward, and then other tensors are the parameters
         self.leaves = gradient_leaves(models, optimizer, tensors)
+        self.hooked = hooked(self.leaves)
         self.buffers = [one for module in world.modules for one in module.buffers(recurse=False)]
         self.stays = not world.waits
         self._random = RandomNumbers()
@@ -144,7 +146,9 @@ def untouched(
         stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
-        writes = Writes([world, beside], before.buffers, leaves, known=known or Known(), names=names, looks=bool(looks))
+        writes = Writes(
+            [world, beside], before.buffers, before.hooked, known=known or Known(), names=names, looks=bool(looks)
+        )
         stack.enter_context(writes.undone())
         looking = writes.looking
         if looking is not None and looks != "told":

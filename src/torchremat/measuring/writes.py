@@ -70,7 +70,7 @@ class Writes:
     Args:
         worlds: The objects that it can reach.
         buffers: The buffers among them that other code restores.
-        leaves: Leaves that may have hooks that run in backward.
+        hooked: Further tensors that hooks may write in a backward, see `hooked`.
         known: The writes known from earlier runs.
         names: Gives the name of a tensor for a message.
         looks: Whether to intercept operators in this run, unless an earlier run did.
@@ -83,14 +83,13 @@ class Writes:
         self,
         worlds: Sequence[World],
         buffers: Iterable[Tensor],
-        leaves: Iterable[Tensor],
+        hooked: Sequence[Tensor],
         *,
         known: Known,
         names: Callable[[Tensor], str],
         looks: bool,
     ) -> None:
         theirs = set(map(id, buffers))
-        hooked = _hooked(leaves)
         # A tensor with a graph is an output of the step, freed when the step makes the next one.
         tensors = [one for world in worlds for one in world.tensors]
         watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
@@ -230,7 +229,7 @@ class Looking(EagerMode):
                         self._copies.add(one)
 
 
-def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
+def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves with user hooks in backward, and tensors of their shapes that these hooks reach."""
     found: dict[int, Tensor] = {}
     hooks: list[object] = []

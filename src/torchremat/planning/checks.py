@@ -140,7 +140,7 @@ class Checks:
         around = data_parallel_around()
         if around is None:
             return
-        more_bytes = communication_bytes([around], self._device) - self._counted.bucket_bytes
+        more_bytes = communication_bytes(around.modules(), self._device) - self._counted.bucket_bytes
         if more_bytes > 0 and self._is_above(more_bytes):
             warn(
                 f"{name} has a plan and was put into {type(around).__name__} afterwards, whose buckets take "

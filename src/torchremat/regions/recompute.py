@@ -151,6 +151,9 @@ class RegionRecompute:
         push_saved_tensor_hooks(pack, unpack)
         try:
             output = run(*args, **kwargs)
+            if self.observed is not None and not refill.is_stopped:
+                region, observer = self.observed
+                observer.returned(region, number, output)
         except Stop:
             pass
         except (KeyboardInterrupt, SystemExit):
@@ -178,9 +181,6 @@ class RegionRecompute:
                 "parameter or a large tensor is not copied before. So it is written twice. Write out of place, write "
                 "to it outside of the region, or name the object or module that holds it in `guard=[...]`."
             )
-        if self.observed is not None and not refill.is_stopped:
-            region, observer = self.observed
-            observer.returned(region, number, output)
         if number + 1 == len(recording.calls) or refill.is_stopped:
             if refill.returns:
                 refill.returned(output)

@@ -146,5 +146,5 @@ def _most(told: Sequence[T]) -> T:
 
 def _mean(own: UnitCosts, told: Sequence[UnitCosts]) -> UnitCosts:
     """Return costs with the mean of each field in seconds; flops come from this process's operators."""
-    names = {one.name for one in fields(own) if one.name.startswith("seconds")}
+    names = {one.name for one in fields(own) if not one.name.startswith("flops")}
     return replace(own, **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})

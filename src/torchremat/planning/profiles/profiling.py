@@ -362,7 +362,9 @@ def watch(
     with subject.untouched():
         before = subject.before(machine.device)
         with machine.record() as recorder:
-            watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares)
+            watcher = Watcher(
+                units, recorder.mark, recorder.pointer_of, fixed, compares=compares, seconds=recorder.seconds
+            )
             settings = Settings(observer=watcher, early_stop=not compares)
             marking = marking_rehearsals(recorder.mark)
             with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:

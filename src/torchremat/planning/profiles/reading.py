@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +42,8 @@ class UnitCosts:
         seconds_backward: Seconds of its backward.
         flops: Flops of the whole forward.
         flops_truncated: Flops of the forward up to its last save.
+        state_s: Seconds that a region around it takes for the state that its calls see, in forward and recompute; 0
+            where a device hides them.
     """
 
     seconds: float
@@ -48,6 +51,12 @@ class UnitCosts:
     seconds_backward: float
     flops: int
     flops_truncated: int
+    state_s: float = 0.0
+
+    @property
+    def seconds_inside(self) -> float:
+        """Seconds of a recompute of the whole forward, in a region that goes on."""
+        return self.seconds + self.state_s
 
     def slower(self, factor: float) -> UnitCosts:
         """Return the same with `factor` times the seconds."""
@@ -79,7 +88,9 @@ class Profile:
         optimizer: The bytes of `optimizer.step()`; None if no optimizer was given.
         options: For each unit the ways of keeping a part of it, see `options`.
         backwards: The allocator's events in the backward of each unit that has one.
-        overheads: The executor's own overheads.
+        overheads: The executor's own overheads, without state that calls see.
+        again_s: Seconds that recomputes took longer than the forward up to the last save, in the watched step.
+        state_s: For each unit the host's seconds for the state that its calls see, in the watched step.
         generator_bytes: Bytes of a generator's state, if such states are on the device.
     """
 
@@ -99,6 +110,8 @@ class Profile:
     options: Options = ()
     backwards: Mapping[int, UnitBackward] = field(default_factory=dict[int, UnitBackward])
     overheads: Overheads = NOMINAL
+    again_s: float = 0.0
+    state_s: tuple[float, ...] = ()
     generator_bytes: int = 0
 
     @cached_property
@@ -162,6 +175,10 @@ class _Reader:
         self.units = units
         self.tree = tree
         self.watcher = watcher
+        kinds = defaultdict[tuple[object, ...], list[int]](list)
+        for unit in range(len(units.units)):
+            kinds[units.signature(unit)].append(unit)
+        self.kinds = kinds.values()
         self.begins, self.forward, self.ends = marks
         self.trace = without_copies(trace, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
@@ -207,14 +224,15 @@ class _Reader:
                 extra[state.key] = self.at(begin) - state.held_bytes
                 after[state.key] = self.over(begin, end)
         recompute_s = sum(
-            (self.time(own.recomputed) - self.time(own.recompute)) for own in watched if own.recomputed >= 0
+            self.time(own.recomputed) - self.time(own.recompute) for own in watched if own.recomputed >= 0
         )
         seconds = self.time(self.ends) - self.time(self.begins) - recompute_s
+        costs, again_s = self.costs()
         return Profile(
             units=units,
             sizes=sizes,
             lifetimes=lifetimes,
-            costs=self.costs(),
+            costs=costs,
             order=order,
             extra_bytes=extra,
             after_bytes=after,
@@ -224,6 +242,8 @@ class _Reader:
             before=replace(before, slack_bytes=self.slack_bytes(sizes)),
             device=self.trace.device,
             backwards=self.backwards(order),
+            again_s=again_s,
+            state_s=tuple(self.by_kind([own.state_s for own in watched])),
         )
 
     def backwards(self, order: tuple[int, ...]) -> dict[int, UnitBackward]:
@@ -350,33 +370,31 @@ class _Reader:
             return 0.0
         return self.time(self.marks[key][1]) - self.time(self.marks[ProgramPoint.BACKWARD, unit][0])
 
-    def costs(self) -> tuple[UnitCosts, ...]:
+    def costs(self) -> tuple[tuple[UnitCosts, ...], float]:
+        """Return the costs, and by how much recomputes took longer: a region's overhead, once in each recompute."""
         watched = self.watcher.watched
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for unit in range(len(watched)):
-            groups.setdefault(self.units.signature(unit), []).append(unit)
-        full, truncated = [0.0] * len(watched), [0.0] * len(watched)
-        for members in groups.values():
-            whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))
-            cuts = [max(watched[unit].last_save, watched[unit].begins) for unit in members]
-            begins = [watched[unit].begins for unit in members]
-            cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
-            for unit in members:
-                full[unit], truncated[unit] = whole, cut
-        # A recompute costs its unit's truncated forward and the region's overhead, once in each recompute.
-        overhead = [
-            self.time(own.recomputed) - self.time(own.recompute) - truncated[unit]
-            for unit, own in enumerate(watched)
-            if own.recomputed >= 0
-        ]
-        region_seconds = max(0.0, float(np.median(overhead))) if overhead else 0.0
-        return tuple(
+        full = self.by_kind([self.time(own.ends) - self.time(own.begins) for own in watched])
+        cut = self.by_kind([self.time(max(own.last_save, own.begins)) - self.time(own.begins) for own in watched])
+        took = [(own, self.time(own.recomputed) - self.time(own.recompute)) for own in watched]
+        longer = [seconds - cut[unit] for unit, (own, seconds) in enumerate(took) if own.recomputed >= 0]
+        again_s = max(0.0, float(np.median(longer))) if longer else 0.0
+        costs = [
             UnitCosts(
                 seconds=full[unit],
-                seconds_truncated=truncated[unit] + region_seconds,
+                seconds_truncated=cut[unit] + again_s,
                 seconds_backward=self.backward_seconds(unit),
                 flops=self.units.flops(unit),
                 flops_truncated=self.units.flops_truncated(unit),
             )
             for unit in range(len(watched))
-        )
+        ]
+        return tuple(costs), again_s
+
+    def by_kind(self, seconds: Sequence[float]) -> list[float]:
+        """Return for each unit the median of the seconds of all units like it."""
+        found = list(seconds)
+        for members in self.kinds:
+            median = float(np.median([seconds[unit] for unit in members]))
+            for unit in members:
+                found[unit] = median
+        return found

@@ -6,6 +6,12 @@ on a device are its kernels' own, whatever the host needed. If a step that recom
 busy for longer than the device, all seconds are the host's instead: the same for each operator that is launched, and a
 region's overhead on top, which a device that is busy would hide. A plan between the two is predicted as too slow or too
 fast by at most the difference, and steps are mostly far on one side.
+
+NOTE [ What a region takes ]
+Each region does the same for itself and for each tensor that is saved in it, on which `overheads` has a figure of this
+process. More than all that is the state that its call sees, in most models: modules, generators, flags, autocast. It is
+captured before the call, looked at after it, restored for the recompute, and put back. How long depends on the module,
+so the watched step has a clock there, which stops while calls run. Both are the host's seconds, whatever was watched.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchremat.planning.devices.machines import ForwardSeconds
-from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.reading import Profile, UnitCosts
 
 # The host's seconds of a backward without recomputes, as a multiple of the forward's: it launches more operators, but
 # runs no Python.
@@ -29,30 +35,33 @@ def scaled(profile: Profile, took: ForwardSeconds | None) -> Profile:
             overhead of regions is missing.
     """
     if took is None:
-        overheads = zip(profile.costs, _overheads(profile), strict=True)
-        costs = (replace(cost, seconds_truncated=cost.seconds_truncated + over_s) for cost, over_s in overheads)
-        return replace(profile, costs=tuple(costs))
+        pairs = zip(profile.costs, _overheads(profile), strict=True)
+        return replace(profile, costs=tuple(_in_region(cost, over_s) for cost, over_s in pairs))
     allocations = profile.units.trace.allocations
     if allocations is not None and allocations.has_device_time:
         launched = _launched(profile, took.launched_s)
         return launched if _longest_s(launched) > _longest_s(profile) else profile
     factor = took.done_s / profile.forward_seconds
-    costs = tuple(cost.slower(factor) for cost in profile.costs)
+    alone = (replace(cost, seconds_truncated=cost.seconds_truncated - profile.again_s) for cost in profile.costs)
+    own = zip(alone, _overheads(profile), profile.state_s, strict=True)
+    costs = tuple(_in_region(cost.slower(factor), overhead_s, state_s) for cost, overhead_s, state_s in own)
     return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=took.done_s)
 
 
 def _launched(profile: Profile, forward_s: float) -> Profile:
     """Return the profile with the host's seconds. See NOTE [ Steps that the host limits ]."""
     operator_s = forward_s / max(1, len(profile.units.trace.operators.runs))
-    costs = tuple(
+    launched = (
         replace(
             cost,
             seconds=operator_s * len(operators),
-            seconds_truncated=operator_s * sum(index < ends for index in operators) + overhead_s,
+            seconds_truncated=operator_s * sum(index < ends for index in operators),
             seconds_backward=_BACKWARD_SHARE * operator_s * len(operators),
         )
-        for cost, (operators, ends), overhead_s in zip(profile.costs, profile.reached, _overheads(profile), strict=True)
+        for cost, (operators, ends) in zip(profile.costs, profile.reached, strict=True)
     )
+    own = zip(launched, _overheads(profile), profile.state_s, strict=True)
+    costs = tuple(_in_region(cost, overhead_s, state_s) for cost, overhead_s, state_s in own)
     seconds = (1 + _BACKWARD_SHARE) * forward_s
     return replace(profile, costs=costs, seconds=seconds, forward_seconds=forward_s)
 
@@ -62,6 +71,11 @@ def _longest_s(profile: Profile) -> float:
     return profile.seconds + sum(cost.seconds_truncated for cost in profile.costs)
 
 
+def _in_region(cost: UnitCosts, overhead_s: float, state_s: float = 0.0) -> UnitCosts:
+    """Return costs with what a region takes. See NOTE [ What a region takes ]."""
+    return replace(cost, seconds_truncated=cost.seconds_truncated + overhead_s + state_s, state_s=state_s)
+
+
 def _overheads(profile: Profile) -> list[float]:
-    """The overhead of a region around each unit."""
+    """The overhead of a region around each unit, without state."""
     return [profile.overheads.seconds(len(profile.units.saved(unit))) for unit in range(len(profile.costs))]

@@ -5,6 +5,7 @@ The observer only takes notes; `profiling` reads the numbers out of the allocato
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -59,6 +60,7 @@ class WatchedUnit:
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[Recomputable] | None = None
+    state_s: float = 0.0  # the host's, for the state that its calls see: captured, and restored for the recompute
 
     def asked_here(self) -> list[tuple[int, int]]:
         """Return the saves that backward asked for and the trace knows, each with the address that it got."""
@@ -113,6 +115,7 @@ class Watcher(UnitObserver):
         pointer_of: Returns the address of a storage among the allocations.
         fixed: Tensors from before the step, which do not count.
         compares: Whether to compare each recompute with its forward; recomputes must run to their end then.
+        seconds: Returns the host's time.
     """
 
     def __init__(
@@ -123,11 +126,13 @@ class Watcher(UnitObserver):
         fixed: Sequence[Tensor],
         *,
         compares: bool = False,
+        seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(units)
         self.comparison = Comparison(mark) if compares else None
         self.mark = mark
         self.pointer_of = pointer_of
+        self.seconds = seconds
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
         self.watched = [
             WatchedUnit(parts=[one.storages for one in units.saves_in(unit)]) for unit in range(len(units.units))
@@ -136,20 +141,24 @@ class Watcher(UnitObserver):
         # The marks between which regions copy generator states and buffers, or drop the copies.
         self.copying: list[tuple[int, int]] = []
         self.since = -1
+        self.since_s = 0.0
         self.is_over = False
 
     def looks(self, region: Recomputable) -> None:
         """See `Observer`."""
         self.since = self.mark("looks")
+        self.since_s = self.seconds()
 
     def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`."""
+        now_s = self.seconds()
         begins = self.mark("begins")
         self.copying.append((self.since, begins))
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
         own = self.watched[unit]
+        own.state_s += now_s - self.since_s
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs
         for memory, was in zip(_memories(tensors), seen, strict=False):
             if memory is not None:
@@ -208,9 +217,11 @@ class Watcher(UnitObserver):
     def settles(self, region: Recomputable) -> None:
         """See `Observer`."""
         self.since = self.mark("settles")
+        self.since_s = self.seconds()
 
     def ended(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""
+        now_s = self.seconds()
         ends = self.mark("ends")
         self.copying.append((self.since, ends))
         unit = self.unit_of(region)
@@ -222,6 +233,7 @@ class Watcher(UnitObserver):
                 self.watched[unit].region = None
                 self.comparison.keeps(unit, region)
         own = self.watched[unit]
+        own.state_s += now_s - self.since_s
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
         for storage, was in zip(_memories(tensors_in(output)), seen, strict=False):
             if storage is None:
@@ -237,6 +249,16 @@ class Watcher(UnitObserver):
         if not self.is_over and unit is not None and self.watched[unit].recompute < 0:
             self.order.append(unit)
             self.watched[unit].recompute = self.mark("recompute")
+        self.since_s = self.seconds()
+
+    def reruns(self, region: Recomputable, call: int) -> None:
+        """See `Observer`."""
+        self.restored(self.unit_of(region))
+
+    def restored(self, unit: int | None) -> None:
+        """Record that what the recompute of a unit has just done was for the state that its calls see."""
+        if unit is not None and self.watched[unit].recomputed < 0:
+            self.watched[unit].state_s += self.seconds() - self.since_s
 
     @outside_graphs
     def filled(self, region: Recomputable, index: int, tensor: Tensor, *, ends: bool) -> None:
@@ -244,18 +266,21 @@ class Watcher(UnitObserver):
         unit = self.unit_of(region)
         if unit is not None and self.comparison is not None:
             self.comparison.saved_again(unit, index, tensor, self.stays(unit), ends=ends)
+        self.since_s = self.seconds()
 
     def returned(self, region: Recomputable, call: int, output: object) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.comparison is not None:
             self.comparison.returned_again(unit, call, output)
+        self.since_s = self.seconds()
 
     def recomputed(self, region: Recomputable) -> None:
         """See `Observer`."""
+        unit = self.unit_of(region)
+        self.restored(unit)
         if self.comparison is not None:
             self.comparison.recomputed()
-        unit = self.unit_of(region)
         if not self.is_over and unit is not None and self.watched[unit].recomputed < 0:
             self.watched[unit].recomputed = self.mark("recomputed")
 

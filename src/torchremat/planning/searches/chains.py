@@ -153,7 +153,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         ),
     )
     return Stage(
-        forward=amount(profile, cost, RunCost(costs.seconds, nominal_s, costs.flops)),
+        forward=amount(profile, cost, RunCost(costs.seconds_inside, nominal_s, costs.flops)),
         truncated=amount(profile, cost, RunCost(costs.seconds_truncated, nominal_truncated_s, costs.flops_truncated)),
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),

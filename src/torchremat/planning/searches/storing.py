@@ -241,7 +241,7 @@ class Storing:
                     recompute_s = 0.0
             else:
                 cost = profile.costs[state.unit]
-                recompute_s += cost.seconds_truncated if state.truncated else cost.seconds
+                recompute_s += cost.seconds_truncated if state.truncated else cost.seconds_inside
         return result
 
 

@@ -91,7 +91,7 @@ class UnitOperators:
         operators = tuple(run.name for run in runs if run.op_info.is_counted)
         seen = self._seen(asked_about(operators, ordinals))
         taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
-        overhead_s = profile.overheads.seconds(*taken)
+        overhead_s = profile.overheads.seconds(*taken) + profile.costs[unit].state_s
         backward = partial_backward(profile.backwards[unit], self.saves, self.flow, selection, replay)
         return OptionBytes(
             kept=frozenset(boundary),

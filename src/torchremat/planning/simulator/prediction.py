@@ -72,7 +72,7 @@ def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> P
             calls += 1
             if not state.option:
                 cost = profile.costs[state.unit]
-                seconds += cost.seconds_truncated if state.truncated else cost.seconds
+                seconds += cost.seconds_truncated if state.truncated else cost.seconds_inside
                 nominal_s += profile.nominal_s[state.unit][state.truncated]
                 flops += cost.flops_truncated if state.truncated else cost.flops
     return Prediction(
