@@ -3,7 +3,7 @@
 import random
 
 from torchremat.schedules.transfers import (
-    Copy,
+    QueuedCopy,
     earliest_dues,
     latest_begins,
     reading_wait_s,
@@ -59,8 +59,8 @@ def test_waiting_is_that_of_a_queue(seed):
         asked.setdefault(a, []).append((number, ticks))
         due.setdefault(d, []).append(number)
 
-    writing = writing_wait_s(rows, [Copy(asked=a, due=d, seconds=ticks) for a, d, ticks in moves])
-    reading = reading_wait_s(rows, [Copy(asked=a, due=d, seconds=ticks) for a, d, ticks in moves])
+    writing = writing_wait_s(rows, [QueuedCopy(asked=a, due=d, seconds=ticks) for a, d, ticks in moves])
+    reading = reading_wait_s(rows, [QueuedCopy(asked=a, due=d, seconds=ticks) for a, d, ticks in moves])
 
     assert writing == simulated(rows, asked, due, at_end=True)
     assert reading == simulated(rows, asked, due, at_end=False)
@@ -79,12 +79,12 @@ def test_no_earlier_due_and_no_later_begin_goes_without_waiting(seed):
 
     def writing(dues):
         return writing_wait_s(
-            rows, [Copy(asked=m, due=d, seconds=s) for m, d, s in zip(made, dues, sizes, strict=True)]
+            rows, [QueuedCopy(asked=m, due=d, seconds=s) for m, d, s in zip(made, dues, sizes, strict=True)]
         )
 
     def reading(begins):
         return reading_wait_s(
-            rows, [Copy(asked=b, due=m, seconds=s) for m, b, s in zip(made, begins, sizes, strict=True)]
+            rows, [QueuedCopy(asked=b, due=m, seconds=s) for m, b, s in zip(made, begins, sizes, strict=True)]
         )
 
     # What is not done at the end, or has not enough time from the beginning on, is waited for whatever is chosen.
@@ -102,6 +102,6 @@ def test_no_earlier_due_and_no_later_begin_goes_without_waiting(seed):
 
 def test_a_window_that_is_too_small_is_waited_for():
     # Two reads of 3 s are due where 2 s and then 1 s of backward have run: 6 s of copies, 3 s beside them.
-    reads = [Copy(asked=0, due=1, seconds=3.0), Copy(asked=0, due=2, seconds=3.0)]
+    reads = [QueuedCopy(asked=0, due=1, seconds=3.0), QueuedCopy(asked=0, due=2, seconds=3.0)]
 
     assert reading_wait_s([2.0, 1.0, 1.0], reads) == 3.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forked import run_main
-from probes.stores import disk_entries
+from probes.stores import disk_entries, disk_writer
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
@@ -656,3 +656,19 @@ def test_a_fork_may_not_write_to_the_file_of_its_parent(tmp_path):
 
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == "True\nTrue\nTrue\nTrue\n20.0\n1000.0 4000\n"
+
+
+def test_threads_that_are_woken_together_write_different_tensors(monkeypatch):
+    # Both found the oldest tensor that waited, and the signal for the other one was lost.
+    monkeypatch.setattr(disk_writer, "_LOOK_S", 5.0)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        store = Disk(timeout_s=1)
+        handles = [store.put(value(seed, 16)) for seed in range(1000)]
+        for handle in handles:
+            handle.settle()
+    finally:
+        sys.setswitchinterval(interval_s)
+
+    assert all(same(handle.get(), value(seed, 16)) for seed, handle in enumerate(handles))

@@ -66,6 +66,7 @@ from torchremat.regions.settings import Settings
 from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, slot_of, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
+from torchremat.stores.stored_parameters import parameters_in_memory
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import split_call
@@ -211,9 +212,8 @@ class Region(Recomputable):
     def _pack(self, tensor: Tensor) -> object:
         if count_dispatch_modes() and is_traced_since(self.began):
             return left_alone(tensor)  # See NOTE [ What is traced in a region ]
-        slots, recording = self.slots, self.recording
-        index = len(slots)
-        slot = slot_of(self, index, tensor)
+        slots, recording, index = self.slots, self.recording, len(self.slots)
+        slot = slot_of(self, index, tensor) if parameters_in_memory else Slot(self, index)
         slots.append(ref(slot))
         try:
             recording.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`

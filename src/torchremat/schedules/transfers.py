@@ -23,7 +23,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class QueuedCopy:
     """A copy into the store or back. Positions are of the forward for a write, and of the backward for a read.
 
     Attributes:
@@ -37,16 +37,16 @@ class Copy:
     seconds: float
 
 
-def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Copy]) -> float:
+def writing_wait_s(forward_s: Sequence[float], writes: Iterable[QueuedCopy]) -> float:
     """Return how long a forward waits for its writes, in seconds; they are in the order of the queue."""
     # The end of a position is the start of the next one.
     moved = [replace(one, asked=one.asked + 1, due=one.due + 1) for one in writes]
     return reading_wait_s([*forward_s, 0.0], moved)
 
 
-def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Copy]) -> float:
+def reading_wait_s(backward_s: Sequence[float], reads: Iterable[QueuedCopy]) -> float:
     """Return how long a backward waits for its reads, in seconds; they are in the order of the queue."""
-    asked, due = defaultdict[int, list[Copy]](list), defaultdict[int, list[Copy]](list)
+    asked, due = defaultdict[int, list[QueuedCopy]](list), defaultdict[int, list[QueuedCopy]](list)
     for read in reads:
         asked[read.asked].append(read)
         due[read.due].append(read)

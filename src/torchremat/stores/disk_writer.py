@@ -258,7 +258,10 @@ class DiskWriter:
 
     def _wait(self, patience: Patience) -> None:
         """Wait for a change, for a short while; the caller polls again then."""
-        if not self._condition.wait(_LOOK_S) and patience.is_over(self._moves):
+        if self._condition.wait(_LOOK_S):
+            return
+        self._calls.put(True)  # a thread that was interrupted while it went on may have lost one
+        if patience.is_over(self._moves):
             raise StoreError(
                 f"{self._name}: nothing was written or read for {self._timeout_s:g} s, and {self._pending_bytes} B "
                 "wait to be written. The disk hangs or is very slow; `timeout_s=` says how long to wait."
@@ -267,18 +270,17 @@ class DiskWriter:
     # Everything below takes the lock itself.
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a condition holds, evaluated under the lock; write waiting tensors if no thread is left to."""
+        """Wait until a condition holds, evaluated under the lock; move tensors if no thread is left to."""
         patience = Patience(self._timeout_s)
         while True:
             with self._condition:
                 self._settle()
                 if is_so():
                     return
-                waiting = None if any(thread.is_alive() for thread in self._threads) else self._next()
-                if waiting is None:
+                if self._next() is None or any(thread.is_alive() for thread in self._threads):
                     self._wait(patience)
                     continue
-            self._write(waiting)
+            self._move()
 
     def _work(self) -> None:
         """Move tensors until the disk writer is closed: the body of each thread."""
@@ -293,32 +295,26 @@ class DiskWriter:
     def _move(self) -> None:
         """Move one tensor, if any waits. A function, since a thread that waits for the next must hold none."""
         read, entry = None, None
-        with self._condition:
-            self._settle()
-            if self._reads:
-                read = self._reads.popleft()
-            else:
-                entry = self._next()
-        if read is not None:
-            self._read_ahead(*read)
-        if entry is not None:
-            self._write(entry)
-
-    def _write(self, entry: Entry) -> None:
-        """Write a tensor if it still waits."""
-        with self._condition:
-            self._settle()
-            if entry.state is not State.WAITING:
-                return
-            entry.state, entry.restarts = State.MOVING, False
         try:
-            outcome = self._written(entry)
             with self._condition:
                 self._settle()
-                self._end(entry, outcome)
+                if self._reads:
+                    read = self._reads.popleft()
+                else:
+                    entry = self._next()
+                if entry is not None:  # under the same lock: two threads that found it would do the work of one
+                    entry.state, entry.restarts = State.MOVING, False
+            if read is not None:
+                self._read_ahead(*read)
+            if entry is not None:
+                outcome = self._written(entry)
+                with self._condition:
+                    self._settle()
+                    self._end(entry, outcome)
         except BaseException:
-            with self._condition:
-                self._undo(entry)
+            if entry is not None:
+                with self._condition:
+                    self._undo(entry)
             raise
 
     def _written(self, entry: Entry) -> WriteOutcome:

@@ -317,32 +317,32 @@ class SavedView:
 
 
 # By the address of their memory: the parameters of offloads that are in memory.
-_in_memory: dict[int, ReferenceType[Tensor]] = {}
+parameters_in_memory: dict[int, ReferenceType[Tensor]] = {}
 
 
 def came_in(parameter: Tensor) -> None:
     """Take note that a parameter is in memory for a while. A node that saves it should hold a `SavedView` of it."""
     address = parameter.untyped_storage()._cdata
-    _in_memory[address] = ref(parameter, partial(_is_gone, address))
+    parameters_in_memory[address] = ref(parameter, partial(_is_gone, address))
 
 
 def _is_gone(address: int, parameter: ReferenceType[Tensor]) -> None:
-    if _in_memory.get(address) is parameter:
-        del _in_memory[address]
+    if parameters_in_memory.get(address) is parameter:
+        del parameters_in_memory[address]
 
 
 def went_out(parameter: Tensor) -> None:
     """Take note that the memory of a parameter is that of any tensor from now on."""
-    _in_memory.pop(parameter.untyped_storage()._cdata, None)
+    parameters_in_memory.pop(parameter.untyped_storage()._cdata, None)
 
 
 def saved_view_of(tensor: Tensor) -> SavedView | None:
     """Return what to hold in place of a tensor, if it lies in the memory of such a parameter, else None."""
-    memories = memories_of(tensor) if _in_memory and type(tensor) in PLAIN_CLASSES else ()
+    memories = memories_of(tensor) if type(tensor) in PLAIN_CLASSES else ()
     if not memories:
         return None
     address = memories[0]._cdata
-    parameter = None if (found := _in_memory.get(address)) is None else found()
+    parameter = None if (found := parameters_in_memory.get(address)) is None else found()
     if parameter is None:
         return None
     # It is read as the parameter is, and not one that got the address of its earlier memory.

@@ -22,7 +22,7 @@ from torchremat.planning.simulator.offload_choices import OffloadChoice, Offload
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, predict, walk_of
 from torchremat.schedules.chain import KeepNode, Tree
-from torchremat.schedules.transfers import Copy, earliest_dues, latest_begins, reading_wait_s, writing_wait_s
+from torchremat.schedules.transfers import QueuedCopy, earliest_dues, latest_begins, reading_wait_s, writing_wait_s
 
 # During how many units a transfer may be in flight, out and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)
@@ -203,14 +203,14 @@ class Storing:
         in_s = {unit: in_s[unit] - in_busy_s[unit] for unit in units}
         dues = earliest_dues(forward_s, [(unit, out_s[unit]) for unit in going])
         writes = [
-            Copy(asked=unit, due=min(due, unit + reach), seconds=out_s[unit])
+            QueuedCopy(asked=unit, due=min(due, unit + reach), seconds=out_s[unit])
             for unit, due in zip(going, dues, strict=True)
         ]
         begins = latest_begins(backward_s, [(place[unit], in_s[unit]) for unit in coming])
         reads = [
-            Copy(asked=max(begun, place[unit] - reach), due=place[unit], seconds=in_s[unit])
+            QueuedCopy(asked=max(begun, place[unit] - reach), due=place[unit], seconds=in_s[unit])
             if offload_sizes[unit].comes_ahead
-            else Copy(asked=place[unit], due=place[unit], seconds=in_s[unit])
+            else QueuedCopy(asked=place[unit], due=place[unit], seconds=in_s[unit])
             for unit, begun in zip(coming, begins, strict=True)
         ]
         moving_s += writing_wait_s(forward_s, writes) + reading_wait_s(backward_s, reads)
