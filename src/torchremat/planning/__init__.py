@@ -12,6 +12,7 @@ layout, roots            putting a tree on a model
 plan_options             the options of `plan` and others
 stepping                 how the optimizer steps: whether gradients are released, and where its state waits
 store_profiles           the payload of each unit in a store
+parameter_bytes          the bytes of parameters that wait in a store
 placed_step              a step where it runs: what all its profiles have in common
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner                  `plan` and `frontier`

@@ -14,10 +14,10 @@ from torchremat.measuring.step import check_kinds
 from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.devices.fakes import placed
 from torchremat.planning.exactness.replayability import Repeats
+from torchremat.planning.parameter_bytes import NONE_AWAY, ParameterBytes, parameter_bytes
 from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import state_made
-from torchremat.planning.profiles.parameter_bytes import NONE_AWAY, ParameterBytes, parameter_bytes
 from torchremat.planning.profiles.step_seconds import SteppingSeconds, stepping_seconds
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import Step

@@ -22,12 +22,12 @@ from torchremat.planning.devices.device import device_of
 from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.layout import bare
+from torchremat.planning.parameter_bytes import NONE_AWAY
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_data import PlainSource
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
-from torchremat.planning.profiles.parameter_bytes import NONE_AWAY
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.search import Search

@@ -10,7 +10,6 @@ backwards.py       the backward of one unit in the watched step
 reading.py         figures, read out of the allocator's events
 scaling.py         seconds of a step that runs alone, from those of a watched one
 optimizers.py      the bytes of the optimizer
-parameter_bytes.py  the bytes of parameters that wait in a store
 step_seconds.py    the seconds that ways of stepping add
 profiling.py       all of it together: a profile
 """
