@@ -52,7 +52,8 @@ class Way:
         self.step()
         self.optimizer.zero_grad()
         entries = [entry for state in dict.values(self.optimizer.state) for entry in dict.values(state)]
-        held = [*self.model.parameters(), self.rows, *(one for one in entries if isinstance(one, Tensor))]
+        here = [one for one in self.model.parameters() if type(one) is nn.Parameter]  # not in a store
+        held = [*here, self.rows, *(one for one in entries if isinstance(one, Tensor))]
         with record_allocations(torch.device("cpu")) as recorder:
             self.step()
         return sum(one.nbytes for one in held) + recorder.trace.peak_bytes
@@ -98,13 +99,45 @@ def run(smoke: bool) -> dict[str, object]:
     return {
         "parameter_bytes": sum(one.nbytes for one in make().parameters()),
         "batches": batches,
+        "smallest": _smallest(make, _rows(BATCHES[0], sizes["context"])),
         "bars": [one for batch, found in batches.items() for one in _bars(batch, found)],
     }
 
 
+def _rows(batch: int, context: int) -> Tensor:
+    return torch.randint(256, (batch, context + 1), generator=torch.Generator().manual_seed(0))
+
+
+def _smallest(make: Callable[[], nn.Module], rows: Tensor) -> dict[str, dict[str, object]]:
+    """The plans for the smallest budgets, by what may leave memory; each is run, and compared with the plain steps."""
+    plain = Way(model=make(), rows=rows)
+    for _ in range(3):
+        plain.step()
+    found: dict[str, dict[str, object]] = {}
+    options: dict[str, object] = {}
+    for name, option in (
+        ("gradients", "release_gradients"),
+        ("and state", "optimizer_store"),
+        ("and parameters", "parameter_store"),
+    ):
+        options[option] = True if option == "release_gradients" else Disk()
+        way = Way(model=make(), rows=rows)
+        plan = torchremat.plan(way.model, partial(loss_of, rows), "min", optimizer=way.optimizer, **options)
+        plan.apply(way.model)
+        way.step()
+        found[name] = {
+            "predicted_bytes": plan.peak_bytes,
+            "slowdown": plan.slowdown,
+            "peak_bytes": way.peak_bytes(),
+            "equal": all(map(torch.equal, way.model.parameters(), plain.model.parameters())),
+        }
+        plan.remove(way.model)
+    return found
+
+
 def _batch(make: Callable[[], nn.Module], batch: int, context: int, rounds: int) -> dict[str, object]:
     """Peaks and times of all ways for one size of batch."""
-    rows = torch.randint(256, (batch, context + 1), generator=torch.Generator().manual_seed(0))
+    rows = _rows(batch, context)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     planner = torchremat.Planner(model, partial(loss_of, rows), optimizer=optimizer)
@@ -174,7 +207,12 @@ def tables(results: dict[str, object]) -> dict[str, str]:
                 ]
             )
     head = ["batch", "", "peak, MiB", "predicted, MiB", "ms", "ratio to plain", "equal"]
-    return {"ways": markdown(head, rows)}
+    smallest = [
+        [name, mib(one["predicted_bytes"]), mib(one["peak_bytes"]), f"{one['slowdown']:.2f}", yes(one["equal"])]
+        for name, one in results["smallest"].items()
+    ]
+    leaves = ["may leave memory", "predicted, MiB", "measured, MiB", "predicted time", "equal"]
+    return {"ways": markdown(head, rows), "smallest": markdown(leaves, smallest)}
 
 
 if __name__ == "__main__":
