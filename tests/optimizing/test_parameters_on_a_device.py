@@ -89,8 +89,8 @@ def test_three_parameters_are_in_memory_at_most():
 
     ours = torchremat.measure(model, step)
 
-    # The one that runs, the one before it, which leaves, and the one after it. The backward begins with the one that the
-    # forward has ended with, so they are three again when the first of its saved tensors has gone.
+    # The one that runs, the one before it, which leaves, and the one after it. The backward begins with the one that
+    # the forward has ended with, so they are three again when the first of its saved tensors has gone.
     saved_bytes = 4 * WIDTH * 4
     assert ours.parameter_bytes == 0
     assert plain - ours.peak_bytes == (LAYERS - 3) * LAYER + saved_bytes
