@@ -122,7 +122,7 @@ def _smallest(make: Callable[[], nn.Module], rows: Tensor) -> dict[str, dict[str
     ):
         options[option] = True if option == "release_gradients" else Disk()
         way = Way(model=make(), rows=rows)
-        plan = torchremat.plan(way.model, partial(loss_of, rows), "min", optimizer=way.optimizer, **options)
+        plan = torchremat.plan(way.model, partial(loss_of, rows), budget="min", optimizer=way.optimizer, **options)
         plan.apply(way.model)
         way.step()
         found[name] = {
