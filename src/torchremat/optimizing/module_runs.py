@@ -29,7 +29,8 @@ from torchremat.frames import MODULE_CALL, module_of, running
 # The end of a recompute, a KeyboardInterrupt and any other BaseException that is no Exception leave the modules that
 # run, and torch then runs no hooks, not those with `always_call` either. So a call is known by its frame, and is over
 # when that is no longer on the stack. This is asked at the next save, module or parameter that comes in: no code of
-# ours runs before.
+# ours runs before. A frame that was held till then would keep the inputs of its call, so only its address is
+# known. That may be the address of a later call of the same module: when this one begins, the other is over.
 
 _OURS = __name__.partition(".")[0] + "."
 
