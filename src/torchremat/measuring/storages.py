@@ -9,7 +9,7 @@ from weakref import ReferenceType, WeakMethod, ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from torchremat.tensors.parts import parts_of
+from torchremat.tensors.parts import parts_of, sparse_parts
 
 V = TypeVar("V")
 
@@ -137,13 +137,13 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
         if value.layout == torch.strided:
             yield value
         elif sparse:
-            yield from _parts(value)
+            yield from sparse_parts(value)
     elif isinstance(value, Tensor):
         for part in parts_of(value):
             if part.layout == torch.strided:
                 yield part
             elif sparse:
-                yield from _parts(part)
+                yield from sparse_parts(part)
     elif isinstance(value, list | tuple):
         for item in cast(list[object], value):
             yield from tensors_in(item, sparse=sparse)
@@ -163,17 +163,3 @@ def made_by(given: object, result: object) -> list[Tensor]:
             seen.add(address)
             made.append(tensor)
     return made
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
-    tensor = tensor.detach()
-    match tensor.layout:
-        case torch.sparse_coo:
-            return tensor._indices(), tensor._values()
-        case torch.sparse_csr | torch.sparse_bsr:
-            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-        case torch.sparse_csc | torch.sparse_bsc:
-            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-        case _:
-            return ()

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from torchremat.tensors.parts import is_wrapper
+from torchremat.tensors.parts import is_wrapper, sparse_parts
 
 
 def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Tensor]:
@@ -55,23 +55,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     if is_wrapper(one):  # its class compares values, that of DTensors on all processes at once
         return torch.equal(one, other) or bool(torch.all((one == other) | ((one != one) & (other != other))))
-    pairs = zip(_parts(one.detach()), _parts(other.detach()), strict=True) if one.layout is other.layout else None
+    pairs = zip(_strided(one.detach()), _strided(other.detach()), strict=True) if one.layout is other.layout else None
     return pairs is not None and all(torch.equal(_bits(part), _bits(its)) for part, its in pairs)
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    match tensor.layout:
-        case torch.sparse_coo:
-            return tensor._indices(), tensor._values()
-        case torch.sparse_csr | torch.sparse_bsr:
-            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-        case torch.sparse_csc | torch.sparse_bsc:
-            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-        case _:
-            return (tensor,)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -86,3 +74,7 @@ def _storage_of(tensor: Tensor) -> int:
     # Sparse and other tensors have no storage, empty tensors have no address; they share nothing.
     address = tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
     return address or id(tensor)
+
+
+def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
+    return sparse_parts(tensor) or (tensor,)

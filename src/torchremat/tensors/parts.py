@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.tensors import is_wrapper_subclass
@@ -89,3 +90,17 @@ def _is_empty_shell(memory: UntypedStorage) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return ()
