@@ -207,6 +207,19 @@ def test_verify_fails_above_the_budget(folder):
     assert "is above the budget of 1000 B" in result.stderr
 
 
+def test_a_step_that_cannot_be_compared_is_no_success(monkeypatch, folder):
+    def incomparable(*arguments, **options):
+        return replace(real(*arguments, **options), is_exact=None, noise=("the loss differs",), is_repeatable=False)
+
+    real = commands.verify
+    monkeypatch.setattr(commands, "verify", incomparable)
+    run("plan", "factories:build", "--budget", "60%", "--out", "p.json")
+    result = run("verify", "factories:build", "--plan", "p.json", code=3)
+
+    assert "NOT COMPARABLE: plain differs from plain by itself, in 1 results" in result.stdout
+    assert "The plain step differs from the next one, so its gradients cannot be compared" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["verify", "fit"])
 def test_what_was_compared_with_nothing_is_no_success(monkeypatch, folder, command):
     # It ended with 0, which the page on the command line explains as gradients that are equal bit for bit.

@@ -245,8 +245,8 @@ def verify_compares_gradients_that_are_not_reduced():
     model.set_requires_gradient_sync(False)
     report = verify(model, other_each_time)
 
-    assert report.is_exact is False
-    assert any("`blocks.0.up.weight` that is not reduced differs" in line for line in report.differences)
+    assert report.is_exact is None and not report.is_repeatable
+    assert any("`blocks.0.up.weight` that is not reduced differs" in line for line in report.noise)
 
 
 def replicated_and_sharded():

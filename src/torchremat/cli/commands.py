@@ -377,17 +377,16 @@ def _write(path: Path | None, write: Callable[[Path], None]) -> None:
 
 
 def _judge(plan: Plan, report: Report) -> None:
-    """Exit with 1 if a step under the plan failed its checks, with 3 if it was compared with nothing."""
+    """Exit with 1 if a step under the plan failed its checks, with 3 if nothing could be compared."""
     peak_bytes = max(report.peak_bytes, plan.optimizer_peak_bytes or 0)
     if peak_bytes > plan.budget_bytes:
         _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")
     if report.is_exact is False or peak_bytes > plan.budget_bytes:
         raise typer.Exit(1)
-    if report.is_exact is None and not report.noise:
-        _say(
-            "The plain step does not fit into memory, so its gradients cannot be compared. Verify a smaller batch, "
-            "or use a larger device."
-        )
+    if report.is_exact is None and not (report.noise and report.is_repeatable):
+        what = "differs from the next one" if report.noise else "does not fit into memory"
+        do = "Seed what it draws" if report.noise else "Verify a smaller batch, or use a larger device"
+        _say(f"The plain step {what}, so its gradients cannot be compared. {do}.")
         raise typer.Exit(3)
 
 

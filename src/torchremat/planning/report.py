@@ -23,12 +23,15 @@ class StepComparison:
         noise: The difference of two plain steps, by name; measured only if something differs.
         is_deterministic: Whether the compared steps ran with torch's deterministic kernels, since two plain steps
             differ without them.
+        is_repeatable: Whether two plain steps differ by no more than rounding. If they do, no step can be compared with
+            them, and `is_exact` is None unless a tensor differs that plain steps have in common.
     """
 
     is_exact: bool | None
     differences: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
     is_deterministic: bool = False
+    is_repeatable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +83,7 @@ class Report(StepComparison):
         return self.seconds / self.plain_seconds > (1 + _SLOW_SHARE) * self.predicted_slowdown
 
     def __str__(self) -> str:
-        exact = {
-            True: "loss, gradients and buffers equal bit for bit",
-            False: "NOT EQUAL",
-            None: ("equal within the difference of two plain steps: some kernels of this device are not deterministic")
-            if self.noise
-            else "not compared, the plain step does not fit",
-        }
-        told = self.differences if self.differences else self.noise
-        kernels = ", with deterministic kernels; without them, two plain steps differ" if self.is_deterministic else ""
-        rows = [f"exact      {exact[self.is_exact]}{kernels}", *(f"           {line}" for line in told[:10])]
-        if self.differences and self.noise:
-            rows += ["           between two plain steps"] + [f"           {line}" for line in self.noise[:10]]
+        rows = self._exact_rows()
         if self.plain_peak_bytes is not None:
             percent = 100 * self.peak_bytes / self.plain_peak_bytes
             share = f", {percent:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
@@ -123,3 +115,24 @@ class Report(StepComparison):
         if self.steps:
             rows.append(f"took       {self.took_seconds:.1f} s, for {self.steps} steps")
         return "\n".join(rows)
+
+    def _exact_rows(self) -> list[str]:
+        """Return the lines about the results: what was found, and the tensors that differ."""
+        by_itself = f"plain differs from plain by itself, in {len(self.noise)} results" if self.noise else ""
+        match self.is_exact:
+            case True:
+                found = "loss, gradients and buffers equal bit for bit"
+            case False:
+                found = "NOT EQUAL"
+            case None if not self.noise:
+                found = "not compared, the plain step does not fit"
+            case None if self.is_repeatable:
+                found = f"equal within the difference of two plain steps: {by_itself}"
+            case None:
+                found = f"NOT COMPARABLE: {by_itself}, and by more than rounding"
+        kernels = ", with deterministic kernels; without them, two plain steps differ" if self.is_deterministic else ""
+        lines = self.differences[:10] if self.differences else self.noise[:10]
+        rows = [f"exact      {found}{kernels}", *(f"           {line}" for line in lines)]
+        if self.differences and self.noise:
+            rows += [f"           {by_itself}", *(f"           {line}" for line in self.noise[:10])]
+        return rows

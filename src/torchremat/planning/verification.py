@@ -21,8 +21,8 @@ from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.outcomes import NOISE_RUNS, Outcome, differing, explained, outcome_of
-from torchremat.planning.peers.peers import peers_of
+from torchremat.planning.outcomes import Outcome, differing, explained, outcome_of
+from torchremat.planning.peers.peers import Peers, peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.report import Report, StepComparison
@@ -69,7 +69,8 @@ def verify(
             ran = peers.each(lambda: _BothRun(model, subject, subject.device(device), observer or None))
             # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
             is_unclear = any(peers.all(lambda: bool(ran.differences)))
-            return _agreed(peers.all(lambda: ran.report(is_unclear=is_unclear)))
+            found = ran.compared(peers, is_unclear=is_unclear)
+            return _agreed(peers.all(lambda: ran.report(found)))
 
 
 @contextmanager
@@ -97,6 +98,7 @@ def _agreed(told: list[Report]) -> Report:
         told[0],
         is_exact=False if False in exact else None if None in exact else True,
         is_deterministic=any(one.is_deterministic for one in told),
+        is_repeatable=all(one.is_repeatable for one in told),
         differences=tuple(different),
         noise=tuple(line for one in told for line in one.noise),
         peak_bytes=max(one.peak_bytes for one in told),
@@ -165,13 +167,18 @@ class _BothRun:
                 self._ran(1)
         return statistics.median(ours), statistics.median(plain) if plain else None
 
-    def report(self, *, is_unclear: bool) -> Report:
-        """Return the report; runs more steps if the results of some process differ."""
+    def compared(self, peers: Peers, *, is_unclear: bool) -> StepComparison:
+        """Return whether the results are equal; runs more steps if those of some process differ."""
+        if self._plain is None or not is_unclear:
+            return StepComparison(is_exact=None if self._plain is None else True)
+        before = self._subject.runs
+        found = explained(peers, self._subject, self._model, self._plain.outcome, self.differences)
+        self._ran(self._subject.runs - before)
+        return found
+
+    def report(self, found: StepComparison) -> Report:
+        """Return the report, with how the results compare."""
         model, ours, plain = self._model, self._ours, self._plain
-        found = StepComparison(is_exact=None if plain is None else True)
-        if plain is not None and is_unclear:
-            found = explained(self._subject, model, plain.outcome, self.differences)
-            self._ran(NOISE_RUNS)
         regions = sum(map(is_wrapped, model.modules()))
         return Report(
             **vars(found),
