@@ -433,6 +433,28 @@ def test_a_step_sees_what_the_steps_before_have_changed(every):
     assert (found.steps, found.scales, found.table) == (plain.steps, plain.scales, plain.table)
 
 
+def test_a_step_after_a_list_has_become_short_sees_it_as_it_was():
+    # Its step shared the snapshot of the steps before, for which the list was too long to be state.
+    log = [0.5] * 2000
+
+    def body(h, x):
+        place = int(x)
+        if place == 3:
+            del log[3:]
+        if place == 6:
+            log[0] = 5.0
+        return (h * (log[0] if place > 3 else 1.0)).sin(), None
+
+    found = []
+    for run in (lambda h, xs: [h := body(h, x)[0] for x in xs][-1], lambda h, xs: loop(body, h, xs, slots=2)[0]):
+        log[:] = [0.5] * 2000
+        h = torch.linspace(0.1, 1, 5).requires_grad_()
+        run(h, torch.arange(10.0)).sum().backward()
+        found.append(h.grad)
+
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(("changes", "worlds"), [(False, 1), (True, 10)])
 def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, worlds):
     linear, marks = nn.Linear(3, 3), []

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torchremat
+from logs import Log
 from models import gpt_step
 from probes.memory import StorageTracker
 from torchremat import PolicyError, UnsupportedError, checkpoint, saved
@@ -233,7 +234,7 @@ def test_names_of_tensors_are_not_logged():
 
 def test_checkpoint_of_a_function_is_not_asked_again():
     x = an_input()
-    runs = []
+    runs = Log()
 
     def body(x):
         runs.append(1)

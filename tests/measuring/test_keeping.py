@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from models import Block
 from torchremat import MutationError, StepError, saved
 
@@ -302,7 +303,7 @@ def test_gradients_are_those_without_a_report():
 
 def test_a_gradient_inside_a_step_is_that_of_the_plain_step():
     x = a_batch().requires_grad_()
-    seen = []
+    seen = Log()
 
     def step():
         (gradient,) = torch.autograd.grad((x.sin() * x.exp()).sum(), x, create_graph=True)
@@ -334,7 +335,7 @@ def test_a_step_that_raises_leaves_no_hooks():
 def test_nothing_of_the_step_stays_in_memory():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = a_batch()
-    seen = []
+    seen = Log()
 
     def step(model):
         y = model(x)
@@ -355,7 +356,7 @@ def test_nothing_of_the_step_stays_in_memory():
 
 def test_a_report_of_another_report_runs():
     x = a_batch().requires_grad_()
-    inner = []
+    inner = Log()
 
     def step():
         inner.append(saved(lambda: x.sin().sum()))

@@ -223,7 +223,7 @@ def state_of(model: nn.Module) -> list[object]:
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_nothing_is_left_behind(accumulated: bool):
-    model, losses = network(), []
+    model, losses = network(), Log()
     model[2].eval()
     if accumulated:
         model(torch.randn(8, 4)).sum().backward()
@@ -247,7 +247,7 @@ def test_nothing_is_left_behind(accumulated: bool):
     ("where", "call"), [("forward", 1), *((where, call) for where in ("forward", "backward") for call in (2, 3, 4))]
 )
 def test_nothing_is_left_behind_when_the_step_raises(error: type[BaseException], where: str, call: int):
-    model, calls = network(), []
+    model, calls = network(), Log()
     model(torch.randn(8, 4)).sum().backward()
     before = state_of(model)
 

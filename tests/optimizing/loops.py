@@ -98,6 +98,33 @@ class ByTheNormOfAll(Lion):
             p.sub_(p.grad / (1 + norm))
 
 
+class ByTheMeanOfAll(Lion):
+    """As above, and divides by their number, as Adai and Ranger21 do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not every:
+            raise ZeroDivisionError
+        mean = sum((p.grad.square().sum() for p in every), torch.zeros(())) / sum(p.numel() for p in every)
+        for p in every:
+            p.sub_(p.grad / (1 + mean))
+
+
+class Demanding(torch.optim.SGD):
+    """Counts its steps, does not couple its parameters, and does not step on nothing."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ValueError("no gradients")
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / group["steps"])
+
+
 class Noisy(Lion):
     """Draws from the generator that all parameters share."""
 

@@ -14,7 +14,19 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
-from optimizing.loops import KINDS, ByTheNormOfAll, Lion, Loop, Noisy, equal, loss_of, net, plain_end
+from optimizing.loops import (
+    KINDS,
+    ByTheMeanOfAll,
+    ByTheNormOfAll,
+    Demanding,
+    Lion,
+    Loop,
+    Noisy,
+    equal,
+    loss_of,
+    net,
+    plain_end,
+)
 from probes.memory import record_allocations
 from torchremat import MutationError, UnsupportedError, checkpoint, measure, release_gradients
 
@@ -358,6 +370,9 @@ def test_a_graph_that_is_kept_raises():
     [
         (ByTheNormOfAll, r"ByTheNormOfAll: its step on all parameters at once is not its step .* by up to \d"),
         (Noisy, "Noisy: its step on all parameters at once is not its step"),
+        # It said only that the step without gradients raises, which any optimizer that counts its parameters does.
+        (ByTheMeanOfAll, r"ByTheMeanOfAll: its step on all parameters at once is not its step .* by up to \d"),
+        (lambda ps: Demanding(ps, lr=1), "Demanding: whether parts .* fails: ValueError: no gradients"),
         (optim.LBFGS, "It steps with a closure"),
         (lambda ps: optim.SparseAdam(list(ps)), "SparseAdam: whether parts of its step are the step must be tried"),
         (lambda ps: optim.AdamW(ps, capturable=True), "AdamW: .*capturable"),

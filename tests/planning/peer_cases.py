@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import models
-from logs import Hidden
+from logs import Hidden, Log
 from planning.steps import profile, traced_peak, under
 from probes.memory import record_allocations
 from probes.planning import Here, KeepNode, evaluate, flow_of, options_with, predict, profiling
@@ -234,7 +234,7 @@ def a_block_kept_in_part_recomputes_when_its_sharded_weight_is_asked_for():
 
 
 def verify_compares_gradients_that_are_not_reduced():
-    model, runs = sharded(), []
+    model, runs = sharded(), Log()
 
     def other_each_time(model):
         runs.append(1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from logs import Count
+from logs import Count, Log
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
 from probes.memory import Versioned
@@ -446,7 +446,7 @@ def test_an_interrupt_while_the_optimizer_is_put_back_waits(monkeypatch):
     "budget", ["9" * 5000 + "B", 10**5000, "100000TiB", 2**70], ids=["digits", "a long int", "TiB", "2**70"]
 )
 def test_a_budget_beyond_all_sizes_is_refused_before_any_work(budget):
-    ran = []
+    ran = Log()
     model = block()
 
     with pytest.raises(BudgetError):
@@ -469,7 +469,7 @@ def guarded(model, own, **options):
 )
 def test_a_margin_that_is_none_is_refused_before_any_work(call, margin, said):
     # The step was profiled first, and what that took was lost.
-    ran = []
+    ran = Log()
 
     with pytest.raises(BudgetError, match=said):
         call(block(), lambda m: ran.append(1) or step(m), budget="1GiB", margin=margin)
@@ -501,7 +501,7 @@ FLAGS = [
 @in_turn("value", ["no", 3, 0, torch.tensor(True)])
 def test_options_that_are_on_or_off_are_nothing_else(call, name, value):
     # "no" was taken for on, and 0 for off, without a word.
-    ran = []
+    ran = Log()
     options = {} if call is frontier else {"budget": 2**30}
 
     with pytest.raises(UnsupportedError, match=rf"^{name}={re.escape(repr(value))}: expected True.*"):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import models
+from logs import Log
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops, traced_peak
 from probes.planning import applied_scopes, fit_with, fitting
@@ -129,7 +130,7 @@ def test_a_budget_below_the_floor_says_which_one_works():
 
 @pytest.mark.parametrize("budget", ["6GB/s", 0, True, ""])
 def test_a_budget_that_is_none_is_an_error_before_anything_runs(budget):
-    ran = []
+    ran = Log()
 
     with pytest.raises(BudgetError):
         fit(Loop(), lambda m: ran.append(1), budget=budget)
@@ -159,7 +160,7 @@ def test_an_interrupt_in_any_run_leaves_everything(place):
     interrupted = 0
 
     for run in range(1, 10):
-        runs = []
+        runs = Log()
 
         def step(m, runs=runs, run=run):
             runs.append(1)

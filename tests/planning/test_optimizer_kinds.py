@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from planning.optimizer_kinds import (
     KINDS,
     Forwarding,
@@ -122,7 +123,7 @@ def test_state_that_comes_at_a_later_step_counts():
 
 
 def test_no_hook_of_what_is_wrapped_runs():
-    model, ran = net(), []
+    model, ran = net(), Log()
     inner = plain(model.parameters())
     inner.register_step_pre_hook(lambda *_: ran.append("before"))
     inner.register_step_post_hook(lambda *_: ran.append("after"))

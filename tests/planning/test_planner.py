@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import models
+from logs import Log
 from planning.kinds import KINDS, Loop, inputs, square
 from planning.steps import CPU, differences, fingerprint, outcome, recomputed_flops, traced_peak
 from probes.memory import record_allocations
@@ -215,7 +216,7 @@ def test_a_hook_of_the_optimizer_and_its_scheduler_are_not_run():
     model, step = gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    ran = []
+    ran = Log()
     optimizer.register_step_post_hook(lambda *_: ran.append(1))
     optimizer.register_step_pre_hook(lambda *_: ran.append(1))
     state = copy.deepcopy(scheduler.state_dict())
@@ -257,7 +258,7 @@ BAD_BUDGETS = [
 
 @pytest.mark.parametrize("budget", BAD_BUDGETS, ids=repr)
 def test_a_budget_that_is_no_size_is_named_before_anything_runs(budget):
-    model, ran = Loop(), []
+    model, ran = Loop(), Log()
 
     def step(m):
         ran.append(1)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import models
 import zoo
+from logs import Log
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
 from probes.planning import KeepNode, RegionNode, described
@@ -299,7 +300,7 @@ def _saved_and_loaded(model):
 
 
 def test_a_plan_tells_what_it_took():
-    calls = []
+    calls = Log()
     model, step = KINDS["loop"]()
 
     made = plan(model, lambda model: calls.append(1) or step(model), budget="60%", cost="flops")

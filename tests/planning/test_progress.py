@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import torchremat
+from logs import Log
 from planning.kinds import inputs, linear, square
 from probes.planning import SearchBudget
 from torchremat import Planner, Progress, UnsupportedError
@@ -122,7 +123,7 @@ def test_what_a_watcher_raises_ends_planning():
 
 
 def test_what_is_no_function_is_refused_before_the_step_runs():
-    ran = []
+    ran = Log()
 
     with pytest.raises(UnsupportedError, match=r"progress=True: expected a function .*or False for none"):
         Planner(nn.Linear(2, 2), ran.append, progress=True)

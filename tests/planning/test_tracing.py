@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import fingerprint
 from torchremat.errors import StepError
@@ -220,7 +221,7 @@ def test_dropout_and_buffers_are_as_before():
 
 
 def test_nothing_is_kept_alive():
-    model, alive = Loop(), []
+    model, alive = Loop(), Log()
 
     def watched(m):
         h = m.layers[0](inputs())
@@ -260,7 +261,7 @@ def test_an_error_in_the_middle_leaves_nothing(error, at):
     step = lambda m: square(m(inputs()))  # noqa: E731
     step(model).backward()
     before = fingerprint(model)
-    seen = []
+    seen = Log()
 
     class Raises(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

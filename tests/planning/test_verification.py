@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import models
-from logs import Count
+from logs import Count, Log
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops, with_declared_speed
 from probes.planning import KeepNode, RegionNode
@@ -63,7 +63,7 @@ def test_the_report_reads_like_this():
 def test_a_report_says_how_many_steps_it_took():
     model, step = KINDS["loop"]()
     replace(plan(model, step, budget="100%"), tree=each(4)).apply(model)
-    ran = []
+    ran = Log()
 
     report = verify(model, lambda own: ran.append("") or step(own), progress=False)
 
@@ -196,7 +196,7 @@ def test_a_step_that_differs_from_itself_only_now_and_then_is_not_called_unequal
     model = nn.Sequential(Seldom(block(), 1, *again), block(), block())
     x = inputs()
     wrap(model, "1")
-    ran = []
+    ran = Log()
 
     report = verify(model, lambda m: ran.append("") or square(m(x)))
 
@@ -410,7 +410,7 @@ def test_an_error_in_any_run_leaves_everything(run, place, error):
     nested_loop().apply(model)
     step(model).backward()
     before = fingerprint(model)
-    runs = []
+    runs = Log()
 
     def raises(m):
         runs.append(1)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from planning.optimizer_kinds import changes, insides
 from torchremat import Adaptive, StepError, UnsupportedError, fit, frontier, measure, plan, saved, unwrap, verify
+from torchremat.extend import only_watches
 from turns import meetings
 
 BATCH = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -315,7 +317,7 @@ def test_other_threads_may_train_other_models_meanwhile():
         optimizer.step()
         moved.append(not torch.equal(before, other.weight))
 
-    moved = []
+    moved = Log()
 
     def step(model):
         thread = Thread(target=train)
@@ -330,7 +332,7 @@ def test_other_threads_may_train_other_models_meanwhile():
 
 def test_what_nobody_could_copy_is_told_by_name():
     model = net()
-    runs = []
+    runs = Log()
 
     def step(model):
         runs.append(1)
@@ -354,7 +356,11 @@ def test_an_iterator_that_ends_is_named(call):
 
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - FORWARDS))
 def test_what_is_used_up_out_of_reach_is_told(call):
-    places = deque(range(1))
+    @only_watches
+    class Places(deque):
+        """No state of a step, as far as anyone can see."""
+
+    places = Places(range(1))
 
     def step(model):
         return loss_of(model, BATCH + places.pop())
@@ -369,13 +375,58 @@ def test_a_key_that_was_never_there_is_the_users_own_error(call):
         CALLS[call](net(), lambda model: loss_of(model, {}["labels"]))
 
 
-def test_a_log_that_a_step_writes_stays():
-    losses = [torch.zeros(())]
+def test_what_a_step_takes_numbers_from_is_given_back():
+    places = deque(range(1))
 
     def step(model):
-        losses.append(loss_of(model))
+        return loss_of(model, BATCH + places.pop())
+
+    measure(net(), step)
+
+    assert [*places] == [0]
+
+
+class Held:
+    def __init__(self):
+        self.batch, self.calls, self.seen = BATCH, 0, set()
+
+
+STEPS = 0
+
+
+def test_what_a_step_counts_and_collects_is_as_before():
+    # A container that had only grown was left alone; of an object with a tensor, only the tensor was restored.
+    held, losses, last = Held(), [torch.zeros(())], {}
+    inside = dict(vars(held))
+
+    def step(model):
+        global STEPS
+        STEPS += 1
+        held.calls += 1
+        held.seen.add(held.calls)
+        held.batch, held.more = held.batch + 1, True
+        losses.append(loss_of(model, held.batch))
+        last["loss"] = losses[-1]
         return losses[-1]
 
     measure(net(), step)
 
-    assert len(losses) == 5
+    assert all(value is inside[name] for name, value in vars(held).items())
+    assert not held.seen
+    assert len(losses) == 1
+    assert last == {}
+    assert STEPS == 0
+
+
+def test_in_place_of_a_loss_that_a_step_has_let_go_a_later_one_stays():
+    # Its graph is freed as in the plain step, so nobody can give it back.
+    model = net()
+    last, losses = {"loss": loss_of(model)}, [loss_of(model)]
+
+    def step(model):
+        last["loss"] = losses[0] = loss_of(model)
+        return last["loss"]
+
+    measure(model, step)
+
+    assert last["loss"].shape == losses[0].shape == ()

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from torchremat import checkpoint
+from torchremat.state.reach import reach
+from torchremat.state.snapshot import Snapshot
+from torchremat.state.world import World
 
 
 class State:
@@ -185,3 +188,20 @@ def test_a_change_is_noticed(change, when):
 
     assert len(plain) == len(ours)
     assert all(a is b or torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_a_tensor_that_has_another_ones_attributes_is_not_as_before():
+    # The next step of a loop shared a snapshot that knew only the attributes which the other tensor has now.
+    holder = types.SimpleNamespace(scale=torch.ones(2))
+    other = torch.full((2,), 2.0)
+    holder.scale.gain, other.gain = 1.0, 2.0
+    world = World()
+    reach(world, [holder])
+    snapshot = Snapshot(world)
+    snapshot.lasts = True  # as with a weight, which is not copied
+    was_here = snapshot.is_here()
+
+    torch.utils.swap_tensors(holder.scale, other)
+
+    assert was_here
+    assert not snapshot.is_here()

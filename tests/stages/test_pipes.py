@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from logs import Log
 from pipeline.inline import cells_inline
 from probes.memory import record_allocations
 from stages.blocks import Block, Pop, Stash
@@ -151,7 +152,7 @@ def test_wrong_counts_are_named(planner):
 )
 def test_wrong_options_are_refused_before_any_work(options, error):
     # All stages were profiled first, and what that took was lost.
-    ran = []
+    ran = Log()
 
     with pytest.raises(error):
         plan_stages(made(), lambda pipe: ran.append(1) or step(pipe), **{"budget": "1GiB", **options})

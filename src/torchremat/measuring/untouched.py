@@ -9,14 +9,15 @@ Restored, whether the block ends or raises (KeyboardInterrupt included; one that
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and objects reachable from them: the same objects
     optimizer        the same: wrapped optimizers, options, state; so learning rates, and a scheduler that a hook runs
-    the step         lists, dicts and attributes that it reaches, where a tensor was taken out of them: its batch
+    the step         everything else that it reaches: lists, dicts, attributes, closures, global names
     parameters       `requires_grad`, hooks; values as `writes` describes, else an error is raised
     shards           parameters gathered by FSDP2 are freed, so that each run begins as the first step did
 
 An optimizer that steps in the block is refused before it has written anything.
 
 Not restored: the tensors that a lazy module makes in its first forward, a tensor with a graph that an attribute held
-and no longer holds, generators that the step made itself, an iterator that has advanced.
+and no longer holds, containers of more than a thousand items that the step reaches, generators that the step made
+itself, an iterator that has advanced.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -38,7 +39,6 @@ from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.writes import Known, Looking, Writes, hooked
-from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
@@ -141,7 +141,7 @@ def untouched(
     # Each part enters separately, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
         stack.enter_context(before.restored())
-        stack.enter_context(_given_back(beside))
+        stack.callback(Snapshot(beside, backs_up=False).put_back)
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
@@ -253,44 +253,6 @@ class Buffers:
 def _name_of(models: list[nn.Module], tensor: Tensor) -> str:
     names = (name for model in models for name, one in model.named_parameters() if one is tensor)
     return next((f"`{name}`" for name in names), f"a tensor of shape {tuple(tensor.shape)}")
-
-
-@contextmanager
-def _given_back(world: World) -> Generator[None]:
-    """Restore containers that have lost a tensor; a container that has only grown is a log."""
-    taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _HeldContainer.of(own))]
-    del world
-    try:
-        yield
-    finally:
-        for one in taken_from:
-            one.put_back()
-
-
-class _HeldContainer:
-    """A container of tensors without a graph: this object keeps its tensors alive, and would keep a graph alive."""
-
-    def __init__(self, item: object, tensors: list[Tensor]) -> None:
-        self._item = item
-        self._before = copied(item)
-        self._tensors = tensors
-
-    @classmethod
-    def of(cls, item: object) -> _HeldContainer | None:
-        """Return the record for an object, None if it is no such container."""
-        tensors = _tensors_in(item)
-        return cls(item, tensors) if tensors and all(one.is_leaf for one in tensors) else None
-
-    def put_back(self) -> None:
-        if not {*map(id, self._tensors)} <= {*map(id, _tensors_in(self._item))}:
-            make(self._item, self._before)
-
-
-def _tensors_in(item: object) -> list[Tensor]:
-    if not isinstance(item, MUTABLE) or isinstance(item, bytearray):
-        return []
-    held = dict.values(cast("dict[object, object]", item)) if isinstance(item, dict) else item
-    return [one for one in cast("Iterable[object]", held) if isinstance(one, Tensor)]
 
 
 class RandomNumbers:

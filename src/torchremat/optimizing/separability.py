@@ -41,7 +41,7 @@ def check_separable(optimizer: Optimizer) -> None:
         raise UnsupportedError(f"{name} does not step by itself. Hand over {words_for_wrapped(wrapped)}.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError(f"{name}(differentiable=True): its step is part of a graph, which parts of it are not.")
-    numbers = RandomNumbers()
+    numbers, raised = RandomNumbers(), None
     try:
         with torch.enable_grad():
             whole, parts = _twin(optimizer), _twin(optimizer)
@@ -50,7 +50,10 @@ def check_separable(optimizer: Optimizer) -> None:
                 bare_step(whole)()
                 numbers.put_back()  # both draw the same
                 _give_gradients(parts, step)
-                _step_in_parts(parts)
+                raised = _step_in_parts(parts) or raised
+        found = _differences(whole, parts)
+        if raised is not None and not found:
+            raise raised
     except Exception as error:
         closure = " It steps with a closure." if "closure" in str(error) else ""
         raise UnsupportedError(
@@ -59,7 +62,6 @@ def check_separable(optimizer: Optimizer) -> None:
         ) from error
     finally:
         numbers.put_back()
-    found = _differences(whole, parts)
     if found:
         raise UnsupportedError(
             f"{name}: its step on all parameters at once is not its step on one after the other: {'; '.join(found)}. "
@@ -100,16 +102,26 @@ def _give_gradients(optimizer: Optimizer, step: int) -> None:
         one.grad = _drawn(one.shape, one, draws) if one.requires_grad else None
 
 
-def _step_in_parts(optimizer: Optimizer) -> None:
-    """Step on one parameter after the other, the last first, and then on all, none of which has a gradient any more."""
+def _step_in_parts(optimizer: Optimizer) -> Exception | None:
+    """Step on one parameter after the other, the last first, and then on all, none of which has a gradient any more.
+
+    Return what the last of these steps raises. One that divides by the number of its parameters may raise there. That
+    alone would tell a user little: the reason is that it counts them, and the steps before are not its step.
+    """
     before, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
     for one in reversed(parameters_of([optimizer])):
         if one.grad is not None:
             before.put_back()
             step_on(optimizer, [one], group_of)
             one.grad = None
+    after = GroupOptions(optimizer.param_groups)
     before.put_back()
-    bare_step(optimizer)()
+    try:
+        bare_step(optimizer)()
+    except Exception as error:  # noqa: BLE001  of the optimizer's own code
+        after.put_back()
+        return error
+    return None
 
 
 def _differences(whole: Optimizer, parts: Optimizer) -> list[str]:

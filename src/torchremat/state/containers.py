@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
-from itertools import accumulate, chain, compress, count, filterfalse
+from itertools import accumulate, chain, compress, count, filterfalse, repeat
 from operator import is_not
 from typing import Any, cast
 
@@ -188,6 +188,12 @@ class Dicts:
         new = copy(self)
         new.values = values
         return new
+
+    def as_now(self, gone: Set[int]) -> Dicts:
+        """Return the same dicts with the current values in place of those in `gone`, by id."""
+        owners = chain.from_iterable(map(repeat, self._dicts, self._sizes))
+        rows = zip(owners, self._keys, self.values, strict=True)
+        return self.with_values([dict.get(own, key, value) if id(value) in gone else value for own, key, value in rows])
 
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""

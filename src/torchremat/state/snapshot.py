@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from types import CellType, FunctionType
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
 from torchremat.state.containers import Dict, Dicts, other, with_others
+from torchremat.state.following.objects import LONG
 from torchremat.state.holders import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
@@ -24,6 +26,7 @@ from torchremat.state.world import World
 # output of the call before: nothing would ever be freed. So a tensor with a graph is held by a weak reference and an
 # alias without the graph. A recompute is shown the tensor itself as long as other code keeps it alive.
 
+_attributes = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 _is_leaf = cast("Callable[[Tensor], bool]", attrgetter("is_leaf"))
 _NOTHING_HELD = torch.empty(0)
 
@@ -36,6 +39,11 @@ class _Graphed:
     def __init__(self, tensor: Tensor, *, holds: bool) -> None:
         self._tensor: ReferenceType[Tensor] = ref(tensor)
         self.alias = tensor.detach() if holds else _NOTHING_HELD  # of the same version
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left of the tensor."""
+        return self.alias is _NOTHING_HELD and self._tensor() is None
 
     def shown(self) -> Tensor:
         """Return the tensor, or one like it."""
@@ -75,8 +83,9 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_dicts", "_leaf_hooks", "_leaves", "backups", "by_forward", "dicts", "flags", "generators", "graphed",
-        "guarded", "is_inert", "lasts", "modules", "named", "rest", "roots", "shards", "then", "waits", "watched",
+        "_attributes", "_leaf_hooks", "_leaves", "_tables", "backups", "by_forward", "dicts", "flags", "generators",
+        "graphed", "guarded", "is_inert", "lasts", "modules", "named", "rest", "roots", "shards", "then", "waits",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
@@ -93,6 +102,8 @@ class Snapshot:
         self.then: Dicts = Dicts(world.dicts)
         self.watched = world.tensors
         self.flags = [*map(flags_of, world.tensors)]
+        self._attributes = [*map(_attributes, world.tensors)]
+        self._tables = world.tables
         self.shards: list[WatchedShard] = world.shards
         own = [cast("Guarded", one) for one in guard if looks_after_itself(one)] if guard else []
         self.guarded = [(one, one.snapshot()) for one in own]
@@ -137,8 +148,11 @@ class Snapshot:
         return (
             self.lasts
             and [*map(flags_of, self.watched)] == self.flags
+            # `torch.utils.swap_tensors` exchanges the dicts of tensors.
+            and not any(map(is_not, map(_attributes, self.watched), self._attributes))
             and self.then.are_here()
             and all(one.is_same(before) for one, before in self.rest)
+            and all(len(one) > LONG for one in self._tables)  # else they would be followed now
         )
 
     @property
@@ -186,6 +200,7 @@ class Snapshot:
             pairs = zip(self.watched, self.flags, strict=True)
             self.flags = [flags_of(new[id(one)]) if id(one) in new else flag for one, flag in pairs]
             self.watched = [new.get(id(one), one) for one in self.watched]
+            self._attributes = [*map(_attributes, self.watched)]
 
     def words(self, error: WrittenError, name: str | None, region: str) -> str:
         """Return the message for a tensor that was written since and is read.
@@ -228,12 +243,15 @@ class Snapshot:
         """Restore all contents for good. No tensor is written to.
 
         Attributes that this package has meanwhile put on modules, or taken off, are left alone, and so is everything if
-        a lazy module has made its parameters.
+        a lazy module has made its parameters. A tensor with a graph that no other code keeps alive is gone: what has
+        taken its place stays there.
         """
         if self.waits:
             return
         shown: dict[int, Any] = {id(one): one.shown() for one in self.graphed.values()}
-        then = self.then.with_values([other(one, shown) for one in self.then.values]) if shown else self.then
+        gone = {id(one) for one in self.graphed.values() if one.is_gone}
+        then = self.then.as_now(gone) if gone else self.then
+        then = then.with_values([other(one, shown) for one in then.values]) if shown else then
         if not then.are_here():
             ours = [(own, _ours(own)) for own in self.dicts]
             then.write()
@@ -242,7 +260,8 @@ class Snapshot:
                     dict.__delitem__(own, key)
                 dict.update(own, now)  # some classes have an `update` that refuses
         for one, before in self.rest:
-            one.write(with_others(before, shown) if shown else before)
+            if not (gone and isinstance(before, list | deque) and any(id(value) in gone for value in before)):
+                one.write(with_others(before, shown) if shown else before)
         for one, flag in self._leaves:
             if one.requires_grad is not flag and one.is_leaf:
                 one.requires_grad_(flag)

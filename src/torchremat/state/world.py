@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class World:
         state: Tensors without grad that a module holds by name and may write to, other than parameters.
         loose: Tensors without grad elsewhere.
         named: By id, the tensors inside of the objects that the user has named.
+        tables: Containers that were not followed, being long.
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
@@ -59,7 +60,7 @@ class World:
     __slots__ = (
         "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
         "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
-        "sets_generators", "shards", "state", "tensors", "waits",
+        "sets_generators", "shards", "state", "tables", "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class World:
         self.state: list[tuple[nn.Module, str, Tensor]] = []
         self.loose: list[Tensor] = []
         self.named: set[int] = set()
+        self.tables: list[Sized] = []
         self.shards: list[WatchedShard] = []
         self.waits = False
         self.sets_generators = False

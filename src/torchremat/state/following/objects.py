@@ -89,7 +89,7 @@ def follow_generator(world: World, generator: torch.Generator) -> None:
     world.generators.append(generator)
 
 
-_LONG = 1_000
+LONG = 1_000  # items of the longest container that is followed wherever it is
 _LARGEST_ARRAY = 16 << 10
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
@@ -215,16 +215,20 @@ def follow_foreign(world: World, item: object) -> None:
 def follow_dict(world: World, item: Dict) -> None:
     """Follow a dict into its values."""
     world.runs_code = True
-    if len(item) <= _LONG or world.is_argument or world.is_whole:
+    if len(item) <= LONG or world.is_argument or world.is_whole:
         world.dicts.append(item)
         world.push(dict.values(item))  # a subclass may create its values when it is asked
+    else:
+        world.tables.append(item)
 
 
 def follow_list(world: World, item: list[object] | deque[object] | set[object] | bytearray) -> None:
     """Follow a list, deque or set into its items; note a bytearray."""
-    if len(item) <= _LONG or world.is_argument or world.is_whole:
+    if len(item) <= LONG or world.is_argument or world.is_whole:
         world.rest.append(Container(item))
         world.push(_elements(item))
+    else:
+        world.tables.append(item)
 
 
 def follow_tuple(world: World, item: Iterable[object]) -> None:
