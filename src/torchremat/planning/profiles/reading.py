@@ -44,6 +44,7 @@ class UnitCosts:
         flops_truncated: Flops of the forward up to its last save.
         state_s: Seconds that a region around it takes for the state that its calls see, in forward and recompute; 0
             where a device hides them.
+        region_s: The part of `seconds_truncated` that the region takes.
     """
 
     seconds: float
@@ -52,6 +53,7 @@ class UnitCosts:
     flops: int
     flops_truncated: int
     state_s: float = 0.0
+    region_s: float = 0.0
 
     @property
     def seconds_inside(self) -> float:
@@ -60,12 +62,8 @@ class UnitCosts:
 
     def slower(self, factor: float) -> UnitCosts:
         """Return the same with `factor` times the seconds."""
-        return replace(
-            self,
-            seconds=self.seconds * factor,
-            seconds_truncated=self.seconds_truncated * factor,
-            seconds_backward=self.seconds_backward * factor,
-        )
+        names = ("seconds", "seconds_truncated", "seconds_backward", "region_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,6 @@ class Profile:
         options: For each unit the ways of keeping a part of it, see `options`.
         backwards: The allocator's events in the backward of each unit that has one.
         overheads: The executor's own overheads, without state that calls see.
-        again_s: Seconds that recomputes took longer than the forward up to the last save, in the watched step.
         state_s: For each unit the host's seconds for the state that its calls see, in the watched step.
         generator_bytes: Bytes of a generator's state, if such states are on the device.
     """
@@ -110,7 +107,6 @@ class Profile:
     options: Options = ()
     backwards: Mapping[int, UnitBackward] = field(default_factory=dict[int, UnitBackward])
     overheads: Overheads = NOMINAL
-    again_s: float = 0.0
     state_s: tuple[float, ...] = ()
     generator_bytes: int = 0
 
@@ -227,12 +223,11 @@ class _Reader:
             self.time(own.recomputed) - self.time(own.recompute) for own in watched if own.recomputed >= 0
         )
         seconds = self.time(self.ends) - self.time(self.begins) - recompute_s
-        costs, again_s = self.costs()
         return Profile(
             units=units,
             sizes=sizes,
             lifetimes=lifetimes,
-            costs=costs,
+            costs=self.costs(),
             order=order,
             extra_bytes=extra,
             after_bytes=after,
@@ -242,7 +237,6 @@ class _Reader:
             before=replace(before, slack_bytes=self.slack_bytes(sizes)),
             device=self.trace.device,
             backwards=self.backwards(order),
-            again_s=again_s,
             state_s=tuple(self.by_kind([own.state_s for own in watched])),
         )
 
@@ -370,8 +364,8 @@ class _Reader:
             return 0.0
         return self.time(self.marks[key][1]) - self.time(self.marks[ProgramPoint.BACKWARD, unit][0])
 
-    def costs(self) -> tuple[tuple[UnitCosts, ...], float]:
-        """Return the costs, and by how much recomputes took longer: a region's overhead, once in each recompute."""
+    def costs(self) -> tuple[UnitCosts, ...]:
+        """Return the costs; what recomputes took longer than the forward up to the last save is the region's."""
         watched = self.watcher.watched
         full = self.by_kind([self.time(own.ends) - self.time(own.begins) for own in watched])
         cut = self.by_kind([self.time(max(own.last_save, own.begins)) - self.time(own.begins) for own in watched])
@@ -385,10 +379,11 @@ class _Reader:
                 seconds_backward=self.backward_seconds(unit),
                 flops=self.units.flops(unit),
                 flops_truncated=self.units.flops_truncated(unit),
+                region_s=again_s,
             )
             for unit in range(len(watched))
         ]
-        return tuple(costs), again_s
+        return tuple(costs)
 
     def by_kind(self, seconds: Sequence[float]) -> list[float]:
         """Return for each unit the median of the seconds of all units like it."""

@@ -42,7 +42,9 @@ def scaled(profile: Profile, took: ForwardSeconds | None) -> Profile:
         launched = _launched(profile, took.launched_s)
         return launched if _longest_s(launched) > _longest_s(profile) else profile
     factor = took.done_s / profile.forward_seconds
-    alone = (replace(cost, seconds_truncated=cost.seconds_truncated - profile.again_s) for cost in profile.costs)
+    alone = (
+        replace(cost, seconds_truncated=cost.seconds_truncated - cost.region_s, region_s=0.0) for cost in profile.costs
+    )
     own = zip(alone, _overheads(profile), profile.state_s, strict=True)
     costs = tuple(_in_region(cost.slower(factor), overhead_s, state_s) for cost, overhead_s, state_s in own)
     return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=took.done_s)
@@ -57,6 +59,7 @@ def _launched(profile: Profile, forward_s: float) -> Profile:
             seconds=operator_s * len(operators),
             seconds_truncated=operator_s * sum(index < ends for index in operators),
             seconds_backward=_BACKWARD_SHARE * operator_s * len(operators),
+            region_s=0.0,
         )
         for cost, (operators, ends) in zip(profile.costs, profile.reached, strict=True)
     )
@@ -73,7 +76,13 @@ def _longest_s(profile: Profile) -> float:
 
 def _in_region(cost: UnitCosts, overhead_s: float, state_s: float = 0.0) -> UnitCosts:
     """Return costs with what a region takes. See NOTE [ What a region takes ]."""
-    return replace(cost, seconds_truncated=cost.seconds_truncated + overhead_s + state_s, state_s=state_s)
+    region_s = overhead_s + state_s
+    return replace(
+        cost,
+        seconds_truncated=cost.seconds_truncated + region_s,
+        state_s=state_s,
+        region_s=cost.region_s + region_s,
+    )
 
 
 def _overheads(profile: Profile) -> list[float]:

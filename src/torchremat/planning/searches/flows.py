@@ -8,7 +8,7 @@
     output of the unit                  as it is        yes, at 0 bytes: its next consumer holds it
 
 Seconds come from operators that ran once each, so operators of one signature share their median, and all of them are
-scaled to the seconds of the units measured without watching.
+scaled to the seconds of the units measured without watching: those that a recompute reaches to its own.
 """
 
 from __future__ import annotations
@@ -126,9 +126,17 @@ def seconds_of(profile: Profile) -> list[float]:
 
 
 def unit_seconds(profile: Profile, unit: int, pooled_s: list[float]) -> list[float]:
-    """Return the seconds of the operators of a unit, scaled to the measured time of its forward."""
-    operators = operators_of(profile, unit)
-    return _scaled(pooled_s[operators.start : operators.stop], profile.costs[unit].seconds)
+    """Return the seconds of the operators of a unit, scaled to the measured time of its forward.
+
+    Those up to its last save are scaled to the time up to there, and the others to the rest: code of the user's that
+    runs behind the last save, or waits there, is no part of a recompute, nor of what a schedule could save by it.
+    """
+    operators, costs = operators_of(profile, unit), profile.costs[unit]
+    _, ends = profile.reached[unit]
+    own_s = pooled_s[operators.start : operators.stop]
+    head = sum(index < ends for index in operators)
+    head_s = min(max(0.0, costs.seconds_truncated - costs.region_s), costs.seconds)
+    return [*_scaled(own_s[:head], head_s), *_scaled(own_s[head:], costs.seconds - head_s)]
 
 
 def _scaled(seconds: list[float], total_s: float) -> list[float]:
