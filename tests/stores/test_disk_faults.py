@@ -378,6 +378,23 @@ def test_threads_that_are_interrupted_in_the_middle_of_a_write(writes, pending, 
     assert store.statistics.stored_bytes == 0
 
 
+def test_threads_that_every_write_interrupts_do_not_spin_for_ever(writes):
+    # They went on until the program ended, each at full speed.
+    writes.fail = lambda number: SystemExit("no more")
+    store = Disk(pending=1)
+
+    with pytest.raises(StoreError, match=r"its threads have ended, since 50 moves in a row failed with SystemExit: no"):
+        store.put(value(0))
+    deadline = time.monotonic() + 60
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert not workers()
+    assert 50 <= writes.count <= 50 * 8
+    with pytest.raises(StoreError, match="its threads have ended"):
+        store.put(value(1))
+
+
 def test_threads_that_are_interrupted_while_they_wait():
     store = Disk()
     first = stored(store)

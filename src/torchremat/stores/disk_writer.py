@@ -3,9 +3,10 @@
 NOTE [ Moves that are interrupted ]
 A thread may be interrupted in the middle of any line, and a disk may stop answering. What interrupts a move, SystemExit
 too, does not end the thread, and the work is done again. Repeating is safe: a write writes the same bytes to the same
-place, a read goes to fresh memory. If no thread could be started, the waiter does the work itself. If nothing at all
-has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written yet is still
-in memory, so reading it takes no disk.
+place, a read goes to fresh memory. What interrupts every move is no interrupt but an error: after `_MOST_FAILURES` in a
+row, with nothing moved between them, the threads end, and whoever waits or puts is told. If no thread could be started,
+the waiter does the work itself. If nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are
+needed: a tensor that is not written yet is still in memory, so reading it takes no disk.
 
 The life of a tensor is a table in `disk_entries.py`.
 
@@ -33,6 +34,8 @@ from torchremat.tensors.versioned import Versioned
 
 # How often a waiter looks whether the disk has stopped answering, in seconds.
 _LOOK_S = 0.1
+# How many moves in a row may be interrupted with nothing moved meanwhile. A program interrupts one or two.
+_MOST_FAILURES = 50
 # How long closing a store waits for writes in progress, in seconds.
 _JOIN_S = 5.0
 _HOST = torch.device("cpu")
@@ -55,6 +58,7 @@ class DiskWriter:
         self.ledger = ledger
         self.failure: str | None = None  # of a write, until it is reported
         self.dropped: deque[Entry] = deque()  # See NOTE [ What a finalizer may do ]
+        self._broken: str | None = None  # what every move fails with: nothing moves any more
         self._name = name
         self._pending_limit_bytes = pending_limit_bytes
         self._pending_bytes = 0
@@ -93,10 +97,11 @@ class DiskWriter:
         """Queue a tensor to be written, and wait until no more bytes are pending than the limit.
 
         Raises:
-            StoreError: The disk does not answer.
+            StoreError: The disk does not answer, or every move fails.
         """
         with self._condition:
             self._settle()
+            self._check()
             self._pending_bytes += entry.content.size_bytes
             self._pending[entry] = None
             self._start()
@@ -256,8 +261,13 @@ class DiskWriter:
                 return
             self._threads.append(thread)
 
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise StoreError(self._broken)
+
     def _wait(self, patience: Patience) -> None:
         """Wait for a change, for a short while; the caller polls again then."""
+        self._check()
         if self._condition.wait(_LOOK_S):
             return
         self._calls.put(True)  # a thread that was interrupted while it went on may have lost one
@@ -277,20 +287,36 @@ class DiskWriter:
                 self._settle()
                 if is_so():
                     return
-                if self._next() is None or any(thread.is_alive() for thread in self._threads):
+                if self._broken or self._next() is None or any(thread.is_alive() for thread in self._threads):
                     self._wait(patience)
                     continue
             self._move()
 
     def _work(self) -> None:
         """Move tensors until the disk writer is closed: the body of each thread."""
-        while not self._closing:
+        failures, moves = 0, self._moves
+        while not self._closing and self._broken is None:
             try:
                 if self._calls.get() is None:
                     return
                 self._move()
-            except BaseException:  # noqa: BLE001  See NOTE [ Moves that are interrupted ]
+            except BaseException as error:  # noqa: BLE001  See NOTE [ Moves that are interrupted ]
+                failures, moves = (failures + 1 if moves == self._moves else 1), self._moves
+                if failures >= _MOST_FAILURES:
+                    self._break(f"{type(error).__name__}: {error}")
+                    return
                 self._calls.put(True)
+
+    def _break(self, error: str) -> None:
+        """Move nothing any more; tensors that are not in the file stay in memory."""
+        with self._condition:
+            self._broken = (
+                f"{self._name}: its threads have ended, since {_MOST_FAILURES} moves in a row failed with {error}. "
+                "Tensors that are not in the file yet stay in memory; make a new store."
+            )
+            self._condition.notify_all()
+        for _ in self._threads:
+            self._calls.put(None)
 
     def _move(self) -> None:
         """Move one tensor, if any waits. A function, since a thread that waits for the next must hold none."""
