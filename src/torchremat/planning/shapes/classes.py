@@ -116,7 +116,7 @@ class ShapeClass:
         return self.family.profile(cover, self.split)
 
     def foreseen(self, shape: Shape) -> ForeseenBytes:
-        """Return what its plan needs at a shape of the class. To be asked before more is learned: see `Family.state`."""
+        """Return what its plan needs at a shape of the class. Ask before more is learned: see `Family.state`."""
         found = self.family.cover(shape, exact=True) or self.cover
         return ForeseenBytes(
             fixed_bytes=self.family.fixed_bytes(found),
