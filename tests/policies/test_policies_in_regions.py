@@ -829,8 +829,9 @@ def test_a_function_mode_sees_what_python_calls_and_no_operator_of_a_backward():
 
 
 def test_a_region_that_a_hook_of_a_leaf_runs():
-    """A loss may run the model in a hook of its own result, as those do that cache gradients. The node of that leaf adds
-    a gradient when the hook has run; an `add` of the region counted as this in the forward, and not in the recompute.
+    """A loss may run the model in a hook of its own result, as those do that cache gradients. The node of that leaf
+    adds a gradient when the hook has run; an `add` of the region counted as that in the forward, and not in the
+    recompute.
     """
 
     def function(x, weight):
