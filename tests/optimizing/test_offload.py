@@ -492,6 +492,8 @@ def test_refusals():
         offload_optimizer(ByTheNormOfAll(model.parameters()), Host())
     with pytest.raises(UnsupportedError, match=r"optimizer: expected a torch.optim.Optimizer, got Linear"):
         offload_optimizer(nn.Linear(1, 1), Host())
+    with pytest.raises(UnsupportedError, match=r"got list, which holds an optimizer: hand over that, the AdamW"):
+        offload_optimizer([optimizer], Host())
     offload_optimizer(optimizer, Host())
     with pytest.raises(UnsupportedError, match=r"is in Host\(\) already"):
         offload_optimizer(optimizer, Host())

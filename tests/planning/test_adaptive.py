@@ -310,6 +310,41 @@ def test_calls_that_hooks_do_not_see_are_learned_once():
     assert adaptive.learned == 4
 
 
+class Cached(nn.Module):
+    """Makes a table by a call in its first forward, and keeps it, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.angles = nn.Linear(16, 16)
+        self.layer = nn.Linear(16, 16)
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = self.angles(torch.ones(16)).detach()
+        return self.layer(x * self.table).relu()
+
+
+@pytest.mark.parametrize("lengths", [(8,), (8, 16, 32)])
+def test_a_learned_shape_that_takes_another_way_now_is_learned_anew(lengths):
+    """The table was made after the shapes were learned. The family of the shape that ran had no shape any more, or
+    other ones in its place, and the step was compared with what no figures were left for: NumPy's error, or another
+    shape's prediction."""
+    model = Cached()
+    adaptive = Adaptive(model, squares, budget="1GiB", cost="flops")
+    adaptive.learn(*(torch.randn(rows, 16) for rows in lengths))
+    x = torch.randn(lengths[0], 16)
+    squares(model, x).backward()
+    expected = gradients(model)
+
+    adaptive(x)
+
+    assert equal(gradients(model), expected)
+    assert adaptive.learned == len(lengths) + 1
+    adaptive(x)
+    assert adaptive.learned == len(lengths) + 1
+
+
 def test_under_a_profiler_of_the_users_nothing_is_measured():
     model = gpt(blocks=2, width=16)
     adaptive = Adaptive(model, step, budget="1GiB", cost="flops")

@@ -245,6 +245,10 @@ CALLS = {
         ({"own": lambda: None}, r"step: it is called as `step\(model\)`, which .* does not take: too many positional"),
         ({"own": lambda m, x: None}, r"step: it is called as `step\(model\)`, .*: missing a required argument: 'x'"),
         ({"optimizer": torch.optim.SGD}, r"optimizer: expected a torch.optim.Optimizer, got type"),
+        (
+            {"optimizer": type("Optimizer", (), {"__module__": "package.optim"})()},
+            r"optimizer: expected a torch.optim.Optimizer, got package.optim.Optimizer\.$",
+        ),
     ],
 )
 def test_arguments_of_another_kind_are_named(call, change, said):

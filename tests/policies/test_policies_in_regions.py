@@ -828,6 +828,33 @@ def test_a_function_mode_sees_what_python_calls_and_no_operator_of_a_backward():
     assert seen[0] == seen[1] == ["sin", "mul", "sum", "sin", "add"]
 
 
+def test_a_region_that_a_hook_of_a_leaf_runs():
+    """A loss may run the model in a hook of its own result, as those do that cache gradients. The node of that leaf
+    adds a gradient when the hook has run; an `add` of the region counted as that in the forward, and not in the
+    recompute.
+    """
+
+    def function(x, weight):
+        return (weight @ (x.sin() + weight)).exp()
+
+    def loss_of(chosen, x, weight):
+        def hook(_):
+            with torch.enable_grad():
+                chosen(x, weight).sum().backward()
+
+        loss = torch.zeros((), requires_grad=True)
+        loss.register_hook(hook)
+        return loss
+
+    for policy in (nothing_saved, save_matmuls, save_operators("aten.add"), everything_saved):
+        found = []
+        for chosen in (function, checkpointed(function, policy=policy)):
+            x, weight = (torch.linspace(-1, 1, 25).view(5, 5).mul(k).requires_grad_() for k in (1, 2))
+            loss_of(chosen, x, weight).backward()
+            found.append((x.grad, weight.grad))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_a_recompute_that_gets_further_than_the_forward_which_waits_for_it():
     # The backward in the region asks for what `exp` saved; the recompute goes backward as well, and multiplies first.
     def function(x):

@@ -73,10 +73,15 @@ preserved_versions: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]
 )
 
 
-def is_accumulating() -> bool:
-    """Return whether a backward is now adding a gradient to a leaf's gradient."""
+def is_accumulating(around: Node | None) -> bool:
+    """Return whether a backward is now adding a gradient to a leaf's gradient.
+
+    Args:
+        around: The node that ran already where the code in question began, as with code in a hook of a leaf; it adds
+            its gradient after that code.
+    """
     node = current_node()
-    return node is not None and node.name().endswith("AccumulateGrad")
+    return node is not None and node is not around and node.name().endswith("AccumulateGrad")
 
 
 def leads_elsewhere() -> bool:

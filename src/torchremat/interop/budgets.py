@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchremat.errors import TorchrematError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
 from torchremat.interop.request import BudgetRequest, Words
-from torchremat.measuring.optimizers import optimizers_in, steps_alone, with_wrapped
+from torchremat.measuring.optimizers import not_an_optimizer, optimizers_in, steps_alone, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
@@ -282,7 +282,7 @@ def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer
     for one in found:
         if not isinstance(one, frameworks):
             return one
-    raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    raise UnsupportedError(not_an_optimizer(optimizer))
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:

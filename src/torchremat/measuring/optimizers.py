@@ -62,6 +62,20 @@ def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
     return f"the {type(inner).__name__} that it wraps{f' (its `{names[0]}`)' if names else ''}"
 
 
+def not_an_optimizer(item: object) -> str:
+    """Return the message for what was given as an optimizer, and is none: what it is, and the optimizer it holds."""
+    kind, inner = type(item), optimizers_in(item)
+    # The optimizers of some packages are of classes of the same name.
+    name = f"{kind.__module__}.{kind.__name__}" if kind.__name__ == Optimizer.__name__ else kind.__name__
+    advice = ""
+    if inner:
+        advice = (
+            f", which holds an optimizer: hand over that, the {type(inner[0]).__name__}. If the {name} adds state to "
+            "it, do so after a training step, when the state is there and counts"
+        )
+    return f"optimizer: expected a torch.optim.Optimizer, got {name}{advice}."
+
+
 def steps_alone(optimizer: Optimizer) -> bool:
     """Return whether a step needs no closure, as that of LBFGS does."""
     try:

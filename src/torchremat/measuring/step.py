@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.fabric import as_fabrics_backward
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.measuring.optimizers import optimizers_in, parameters_of
+from torchremat.measuring.optimizers import not_an_optimizer, parameters_of
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.state.code import is_installed, is_library
 
@@ -325,14 +325,7 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
     if not callable(step):
         raise StepError(f"step: expected a function that returns the loss, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        inner = [type(one).__name__ for one in optimizers_in(optimizer)]
-        advice = ""
-        if inner:
-            advice = (
-                f", which holds an optimizer: hand over that, the {inner[0]}. If the {type(optimizer).__name__} adds "
-                "state to it, do so after a training step, when the state is there and counts"
-            )
-        raise StepError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{advice}.")
+        raise StepError(not_an_optimizer(optimizer))
 
 
 def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.optimizers import Optimizer, check_may_step, parameters_of
+from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
 from torchremat.optimizing.moving import StateMover
 from torchremat.optimizing.rehearsal import drop_state, marked_rehearsal, undone, without_state
@@ -57,8 +57,10 @@ def partial_steps(optimizer: Optimizer) -> PartialSteps:
     """Return the object that makes an optimizer's step in parts; one for each optimizer.
 
     Raises:
-        UnsupportedError: See `check_separable`.
+        UnsupportedError: It is no optimizer; or see `check_separable`.
     """
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        raise UnsupportedError(not_an_optimizer(optimizer))
     found = _all.get(optimizer)
     if found is None:
         found = _all[optimizer] = PartialSteps(optimizer)
@@ -89,8 +91,6 @@ class PartialSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
-            raise UnsupportedError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         check_separable(optimizer)
         self.release: Releasing | None = None
         self.mover: StateMover | None = None

@@ -37,9 +37,8 @@ from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.shapes.batches import Look, look_of
-from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
+from torchremat.planning.shapes.classes import Classes, ForeseenBytes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge
-from torchremat.planning.simulator.prediction import predict
 from torchremat.planning.stepping import Stepping, SteppingHandles, check_ways
 from torchremat.regions.settings import Settings
 from torchremat.tensors.sizes import format_bytes
@@ -342,31 +341,31 @@ class Adaptive(Generic[B]):
             yield
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
+        # Before anything is learned: what is learned may take the place of the figures that this step was planned with.
+        foreseen = None if measured.rise_bytes is None else chosen.foreseen(look.shape)
         if names is not None and not chosen.family.takes(names) and not profiler_is_active():
             # The control flow differs from that of the neighbouring shapes: the prediction does not apply.
             self._learn(look, batch)
             chosen.family.has_told_calls = not chosen.family.knows(look.shape)
-        if measured.rise_bytes is not None:
-            self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
+        if measured.rise_bytes is not None and foreseen is not None:
+            self._compare(chosen, foreseen, look, batch, before_bytes + measured.rise_bytes)
 
     def _before_bytes(self, look: Look) -> int:
         subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
         return subject.before(self._device).total_bytes
 
-    def _compare(self, chosen: ShapeClass, look: Look, batch: B, measured_bytes: int) -> None:
+    def _compare(self, chosen: ShapeClass, foreseen: ForeseenBytes, look: Look, batch: B, measured_bytes: int) -> None:
         """Record the measured peak of a step: its excess over the prediction is left free from now on."""
         family = chosen.family
         chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
-        found = family.cover(look.shape, exact=True) or chosen.cover
-        rise_bytes = predict(chosen.profile(found), chosen.tree).peak_bytes
-        predicted_bytes = family.fixed_bytes(found) + rise_bytes
-        over_bytes = measured_bytes - predicted_bytes - found.noise_bytes
+        predicted_bytes = foreseen.fixed_bytes + foreseen.rise_bytes
+        over_bytes = measured_bytes - predicted_bytes - foreseen.noise_bytes
         if over_bytes > 0 and not self._classes.knows(look):
             self._learn(look, batch)
         if family.knows(look.shape) or not self._classes.knows(look):
             if look.shape not in family.measured:
                 family.measured.append(look.shape)
-            family.over_share = max(family.over_share, over_bytes / max(1, rise_bytes))
+            family.over_share = max(family.over_share, over_bytes / max(1, foreseen.rise_bytes))
         if measured_bytes > self.budget_bytes and chosen.fits:
             said = (
                 f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the "

@@ -15,7 +15,7 @@ from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family
 from torchremat.planning.shapes.fits import Cover, Shape
-from torchremat.planning.simulator.prediction import Prediction
+from torchremat.planning.simulator.prediction import Prediction, predict
 from torchremat.schedules.chain import RegionNode, Tree
 
 # Kinds of batches that are remembered, with their profiles; beyond that, the least recently seen are dropped.
@@ -43,6 +43,21 @@ class PlannedShape:
     slowdown: float
     recomputed_flops: int
     recomputed_calls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeseenBytes:
+    """What is predicted for a step of one shape.
+
+    Attributes:
+        fixed_bytes: Live bytes before the step.
+        rise_bytes: The peak over these.
+        noise_bytes: Largest error of these figures.
+    """
+
+    fixed_bytes: int
+    rise_bytes: int
+    noise_bytes: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -99,6 +114,15 @@ class ShapeClass:
         if any(one.cuts for one in self.held):
             return self.family.profile_in_parts(cover)
         return self.family.profile(cover, self.split)
+
+    def foreseen(self, shape: Shape) -> ForeseenBytes:
+        """Return what its plan needs at a shape of the class. Ask before more is learned: see `Family.state`."""
+        found = self.family.cover(shape, exact=True) or self.cover
+        return ForeseenBytes(
+            fixed_bytes=self.family.fixed_bytes(found),
+            rise_bytes=predict(self.profile(found), self.tree).peak_bytes,
+            noise_bytes=found.noise_bytes,
+        )
 
     @property
     def planned(self) -> PlannedShape:

@@ -85,6 +85,7 @@ class Family:
 
     def forget(self, shape: Shape) -> None:
         """Remove a learned shape."""
+        self.changes += 1
         place = self.shapes.index(shape)
         del self.shapes[place], self.pair[place]
         self._mix(self.pair)

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from torchremat._compat.autograd import current_node
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import (
     Args,
@@ -103,6 +104,7 @@ class SeenBy(AbstractContextManager[None]):
             self._run.mode = mode
             self._run.moved = self._now.moved
             self._run.began_in = self._began_in
+            self._run.around = current_node()
         thread.now.selecting = self._run
 
     def ended(self) -> bool:
@@ -116,6 +118,8 @@ class SeenBy(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         thread.now.selecting = self._had
+        if self._run is not None:
+            self._run.around = None
         if self._mode is not None:
             if self._run is not None:
                 self._run.take_off = None  # else both, and all kept outputs, would wait for the cycle collector

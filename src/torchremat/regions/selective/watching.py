@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import Node
 
 from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import Operation
@@ -37,6 +38,7 @@ class Watching:
         is_done: Whether later operators need not be seen.
         beside_fsdp: Whether some of the operators may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
         began_in: The code object of the frame that contains the block, if one does.
+        around: The node of a backward that the block is run by, if one is.
         moved: The generators that kept draws have moved in the running recompute, with their earlier states.
     """
 
@@ -48,6 +50,7 @@ class Watching:
         self.is_done = False
         self.beside_fsdp = shards_anything()
         self.began_in: CodeType | None = None
+        self.around: Node | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
 
     def rest(self) -> None:
@@ -108,7 +111,7 @@ class Collecting(Watching):
             if op_info.says_fresh:
                 selection.watch(output)
             return output
-        if op_info.is_ignored or (op_info.accumulates and is_accumulating()):
+        if op_info.is_ignored or (op_info.accumulates and is_accumulating(self.around)):
             return op_info.run(*args, **kwargs)
         index = len(operators)
         if op_info.is_counted:
@@ -246,11 +249,11 @@ class Replaying(Watching):
                 self.difference
                 or not op_info.is_counted
                 or (self._is_running and index >= len(operators))
-                or (op_info.accumulates and is_accumulating())
+                or (op_info.accumulates and is_accumulating(self.around))
             ):
                 self.difference = selection.difference(index, operator)
             return op_info.run(*args, **kwargs)
-        if op_info.accumulates and is_accumulating():
+        if op_info.accumulates and is_accumulating(self.around):
             return op_info.run(*args, **kwargs)
         self._count = index + 1
         self.is_done = selection.is_cut and index + 1 == len(operators)
