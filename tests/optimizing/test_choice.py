@@ -445,8 +445,8 @@ def test_verify_compares_a_released_gradient_with_one_that_is_added_to_zeros():
     def loss_of(model):
         return model(-torch.ones(4, 8)).square().sum()
 
-    torchremat.release_gradients(model, optimizer)
-    torchremat.wrap(model, "")
+    plan = torchremat.plan(model, loss_of, budget="min", optimizer=optimizer, release_gradients=True, cost="flops")
+    plan.apply(model)
 
     assert torchremat.verify(model, loss_of, optimizer=optimizer).is_exact
 
