@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from torchremat import measure
 from torchremat.measuring import untouched as untouching
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.runs import subject_of
@@ -275,3 +277,18 @@ def test_a_script_module():
 
     assert all(map(torch.equal, model.buffers(), before))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_write_to_a_wrapper_is_undone_in_its_parts():
+    # Its class writes to the parts out of sight of any mode.
+    whole = TwoTensor(torch.ones(128, 128), torch.ones(128, 128))
+    model = nn.Linear(4, 4)
+    model.average = whole
+
+    def step(model):
+        model.average.mul_(0.5)
+        return model(torch.ones(2, 4)).sum()
+
+    measure(model, step)
+
+    assert torch.equal(whole.a, torch.ones(128, 128)) and torch.equal(whole.b, torch.ones(128, 128))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import torchremat
 from models import GPT
@@ -433,6 +434,21 @@ def test_verify_compares_gradients_that_are_released(below, begun, monkeypatch):
 
     with model.blocks[1].up.register_forward_pre_hook(wrong):
         assert torchremat.verify(model, loss_of, optimizer=optimizer).is_exact is False
+
+
+def test_verify_compares_a_released_gradient_with_one_that_is_added_to_zeros():
+    # A pruned weight has gradients of -0.0, and -0.0 added to zeros is 0.0.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_of(model):
+        return model(-torch.ones(4, 8)).square().sum()
+
+    plan = torchremat.plan(model, loss_of, budget="min", optimizer=optimizer, release_gradients=True, cost="flops")
+    plan.apply(model)
+
+    assert torchremat.verify(model, loss_of, optimizer=optimizer).is_exact
 
 
 def test_fit_confirms_by_a_real_step(below):

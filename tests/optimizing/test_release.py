@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn, optim
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
@@ -532,3 +533,51 @@ def test_autocast_around_the_backward_is_not_around_the_step():
 
 def test_it_is_public():
     assert torchremat.release_gradients is release_gradients
+
+
+class PastOperators(optim.Optimizer):
+    """Writes where no operator of torch shows it, as kernels of other libraries do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.numpy()[...] -= 0.1 * parameter.grad.numpy()
+
+
+def test_a_part_that_writes_past_operators_is_undone_where_a_step_is_measured():
+    # The write that undid it was seen, and the values after the part were taken for those before it.
+    model = nn.Linear(128, 128)
+    before = model.weight.detach().clone()
+    optimizer = PastOperators(model.parameters())
+    release_gradients(model, optimizer)
+
+    report = torchremat.verify(model, lambda model: model(torch.ones(2, 128)).sum())
+
+    assert report.is_exact and torch.equal(model.weight, before)
+
+
+class RoundedAtRandom(TwoTensor):
+    """Draws random numbers when it is written, as a weight of few bits does that is rounded stochastically."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten._foreach_add_.List):
+            torch.rand(3)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_parameters_that_draw_when_they_are_written():
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(RoundedAtRandom(torch.ones(2, 2), torch.ones(2, 2)))
+    state = torch.get_rng_state()
+
+    with pytest.raises(UnsupportedError, match="a step on a RoundedAtRandom draws random numbers"):
+        release_gradients(model, optim.SGD(model.parameters(), 0.1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    release_gradients(model, optim.SGD(model.parameters(), 0.1))

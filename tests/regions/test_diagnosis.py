@@ -289,6 +289,25 @@ def test_a_global_counter_that_nobody_sees():
     assert "Likely cause: each run does something else" in text
 
 
+class OnceScripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.norm(x), 0.5).relu()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_torchscript_rewrites_its_code():
+    # The message blamed a `training` flag.
+    inner = torch.jit.script(OnceScripted())
+
+    text = message(lambda: checkpoint(lambda x: inner(x) + inner(2 * x), leaf(9, 4)))
+
+    assert "Likely cause: `inner` is scripted, and TorchScript rewrites its code in the first two calls" in text
+
+
 def test_a_compiled_function_may_have_another_graph():
     flags = Hidden({"rows": 2})
 

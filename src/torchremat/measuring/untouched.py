@@ -272,6 +272,13 @@ class RandomNumbers:
             return 0
         return self._cpu.nbytes + sum(state.nbytes for _, states in self._others for state in states)
 
+    def have_moved(self) -> bool:
+        """Return whether a generator of torch has another state now."""
+        pairs = [(torch.get_rng_state(), self._cpu)]
+        for accelerator, states in self._others:
+            pairs += zip(accelerator.generator_states(), states, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
+
     def put_back(self) -> None:
         """Restore these states of the generators."""
         torch.set_rng_state(self._cpu)

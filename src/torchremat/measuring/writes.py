@@ -20,6 +20,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import cast
 
 import torch
@@ -38,7 +39,7 @@ from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 from torchremat.tensors.copies import same_bits
-from torchremat.tensors.parts import is_wrapper
+from torchremat.tensors.parts import is_wrapper, parts_of
 from torchremat.tensors.versioned import Versioned
 
 
@@ -121,7 +122,7 @@ class Writes:
                 self._known.add(self._copies.put_back())
                 if self.looking is not None:
                     self._known.add(self.looking.seen.values())
-        lost = [one.tensor for one in self._watched if one.is_written]
+        lost = [one.tensor for one in self._watched if one.is_written and not self._has_put_back_parts(one)]
         if lost:
             shown = ", ".join(map(self._names, lost[:3]))
             raise StepError(
@@ -129,6 +130,13 @@ class Writes:
                 "it is not what it was before this call. A step that is planned or measured is run several times: let "
                 "it write to buffers (`register_buffer`), or write outside of it, after its backward."
             )
+
+
+    def _has_put_back_parts(self, wrapper: Versioned) -> bool:
+        if not is_wrapper(wrapper.tensor) or not all(map(self._copies.has, parts_of(wrapper.tensor))):
+            return False
+        wrapper.reset()
+        return True
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -222,8 +230,9 @@ class Looking(EagerMode):
     def see(self, op_info: OpInfo, args: Args, kwargs: Mapping[str, object]) -> None:
         """Copy what an operator that is about to run writes to."""
         if op_info.writes and not hidden.now:
-            for written in written_by(op_info.writes, args, kwargs):
-                if written.layout is torch.strided and not is_wrapper(written):
+            # The class of a wrapper writes to its parts where no mode sees it.
+            for written in chain.from_iterable(map(parts_of, written_by(op_info.writes, args, kwargs))):
+                if written.layout is torch.strided:
                     for one in self._watched.get(address_of(written.untyped_storage()), ()):
                         self.seen[id(one)] = one
                         self._copies.add(one)

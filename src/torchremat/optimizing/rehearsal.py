@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import preserved_versions
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.tensors.parts import parts_of
 
@@ -104,8 +105,9 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         try:
             yield
         finally:
-            for put in put_back:
-                put()
+            with hiding():  # whoever copies what a step is about to write would take these values for those before it
+                for put in put_back:
+                    put()
             for one, entries in before.items():
                 now = cast("dict[Any, Any]", state[one])
                 dict.clear(now)

@@ -21,6 +21,7 @@ from torchremat.measuring.optimizers import Optimizer, bare_step, parameters_of,
 from torchremat.measuring.untouched import RandomNumbers
 from torchremat.optimizing.groups import GroupOptions, groups_by_parameter, step_on
 from torchremat.tensors.copies import same_bits
+from torchremat.tensors.parts import is_wrapper
 
 # torch's RAdam changes its formula at the sixth step.
 _STEPS = 7
@@ -51,6 +52,8 @@ def check_separable(optimizer: Optimizer) -> None:
                 numbers.put_back()  # both draw the same
                 _give_gradients(parts, step)
                 raised = _step_in_parts(parts) or raised
+            numbers.put_back()
+            drawing = _classes_that_draw(optimizer, numbers)
         found = _differences(whole, parts)
         if raised is not None and not found:
             raise raised
@@ -62,6 +65,11 @@ def check_separable(optimizer: Optimizer) -> None:
         ) from error
     finally:
         numbers.put_back()
+    if drawing:
+        raise UnsupportedError(
+            f"{name}: a step on a {' or a '.join(drawing)} draws random numbers, as one that rounds at random does, and "
+            "in parts each parameter would draw others. Keep its gradients and its state as they are."
+        )
     if found:
         raise UnsupportedError(
             f"{name}: its step on all parameters at once is not its step on one after the other: {'; '.join(found)}. "
@@ -69,10 +77,31 @@ def check_separable(optimizer: Optimizer) -> None:
         )
 
 
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class and options, without state, on small parameters."""
+def _classes_that_draw(optimizer: Optimizer, numbers: RandomNumbers) -> list[str]:
+    """Return the names of the classes of wrappers among the parameters on which a step draws random numbers."""
+    wrappers = [one for one in parameters_of([optimizer]) if one.requires_grad and is_wrapper(one)]
+    wrappers.sort(key=Tensor.numel, reverse=True)
+    found: list[str] = []
+    for kind, smallest in {type(one): one for one in wrappers}.items():
+        copied = nn.Parameter(smallest.detach().clone())
+        twin = _twin(optimizer, {id(smallest): copied})
+        copied.grad = torch.zeros_like(copied, requires_grad=False)
+        bare_step(twin)()
+        if numbers.have_moved():
+            found.append(kind.__name__)
+            numbers.put_back()
+    return found
+
+
+def _twin(optimizer: Optimizer, instead: dict[int, nn.Parameter] | None = None) -> Optimizer:
+    """Return an optimizer of the same class and options, without state, on small parameters.
+
+    Args:
+        optimizer: The optimizer.
+        instead: By the ids of its parameters, the only ones to step on.
+    """
     draws = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {id(one): _small(one, draws) for one in parameters_of([optimizer])}
+    memo: dict[int, Any] = {id(one): _small(one, draws) for one in parameters_of([optimizer])} | (instead or {})
     twin = object.__new__(type(optimizer))
     attributes = {name: one for name, one in vars(optimizer).items() if name not in _OURS and "_hooks" not in name}
     vars(twin).update(copy.deepcopy(attributes, memo), **{name: {} for name in vars(optimizer) if "_hooks" in name})
@@ -81,6 +110,8 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         chosen = {(one.shape, one.dtype, one.device): one for one in reversed(group["params"])}
         some = [memo[id(one)] for one in chosen.values()][-_PARAMETERS:]
+        if instead is not None:
+            some = [instead[id(one)] for one in group["params"] if id(one) in instead]
         options = {key: value for key, value in group.items() if key != "params"}
         twin.param_groups.append({"params": some, **copy.deepcopy(options, memo)})
     return twin

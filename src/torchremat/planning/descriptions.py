@@ -26,6 +26,7 @@ from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.planning.stepping import GivenOptimizer
+from torchremat.regions.forwards import forward_of_class
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.sizes import format_bytes
 
@@ -49,7 +50,7 @@ def lines_of(model: nn.Module) -> dict[str, str]:
     """Return file and line of the code of each module's forward, by the name of the module."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        code = getattr(inspect.unwrap(forward_of_class(module)), "__code__", None)
         if isinstance(code, CodeType):
             found[name] = shown_line(code.co_filename, code.co_firstlineno)
     return found

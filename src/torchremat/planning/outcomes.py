@@ -49,7 +49,8 @@ def outcome_of(subject: Subject) -> Outcome:
     released: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> None:
-        released[id(parameter)] = _copied(gradient)
+        # As if it were added to zeros, as others are: where autograd makes -0.0, that is 0.0.
+        released[id(parameter)] = _copied(gradient).add_(0)
 
     with subject.untouched(looks=True), noting_gradients(note):
         loss = subject.forward()

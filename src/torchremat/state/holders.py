@@ -254,6 +254,44 @@ class Slots(_OfItem):
                 object.__delattr__(self._item, name)
 
 
+class ScriptState(_OfItem):
+    """The buffers and the other attributes of a scripted module, which are in C++; its parameters are not among them."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        super().__init__(module._c)
+        attributes = cast("dict[str, tuple[object, bool]]", module._concrete_type.get_attributes())
+        self._names = [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
+
+    def read(self) -> dict[str, object]:
+        """Return its current contents."""
+        found = {name: self._item.getattr(name) for name in self._names}
+        return {name: value for name, value in found.items() if isinstance(value, _SCRIPT_VALUES)}
+
+    def is_same(self, before: dict[str, object]) -> bool:
+        """Return whether it holds what `read` returned: the very tensors, and equal values of other types."""
+        return all(_is_same_in_script(self._item.getattr(name), value) for name, value in before.items())
+
+    def write(self, contents: dict[str, object]) -> None:
+        """Set its contents to what `read` returned."""
+        for name, before in contents.items():
+            if not _is_same_in_script(self._item.getattr(name), before):
+                self._item.setattr(name, before)
+
+
+# What Python can read and write; a list or a dict is a copy each time.
+_SCRIPT_VALUES = (Tensor, types.NoneType, bool, int, float, complex, str, list, tuple, dict)
+
+
+def _is_same_in_script(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, Tensor) or isinstance(before, Tensor) or type(now) is not type(before):
+        return False
+    return holds_same(now, before)
+
+
 class _ForeignKind(NamedTuple):
     """How the state of a kind of foreign object is read, written and compared."""
 

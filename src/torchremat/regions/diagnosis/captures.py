@@ -75,12 +75,14 @@ class Reach:
         modules: The modules that a region sees.
         names: Their paths, by id.
         compiled: The names of compiled functions and modules.
+        scripted: The names of scripted functions and modules.
     """
 
     def __init__(self, calls: Iterable[Call], label: object) -> None:
         self.names: dict[int, str] = {}
         self.modules: list[nn.Module] = []
         self.compiled: list[str] = []
+        self.scripted: list[str] = []
         self._calls = list(calls)
         self._label = label if isinstance(label, str) else ""
         self._generators: dict[str, torch.Generator] = {}
@@ -89,6 +91,8 @@ class Reach:
             for name, value in named_objects(function_of(call.body), call.template or ((), {}), self._label):
                 if is_compiled(value):
                     self.compiled.append(name or type(value).__name__)
+                if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+                    self.scripted.append(name or type(value).__name__)
                 if isinstance(value, nn.Module) and id(value) not in self.names:
                     self.names[id(value)] = name or type(value).__name__
                     self.modules.append(value)

@@ -44,7 +44,7 @@ def likely_causes(
         operator: The operator of the recompute that saved the first differing tensor, None if no operator did.
     """
     causes = [*_changes(found), *_draws(recording, found)]
-    for search in (_training, _precision, _differs_each_time, _written, _branch, _compiled):
+    for search in (_scripted, _training, _precision, _differs_each_time, _written, _branch, _compiled):
         if search is _written and causes:
             continue  # it names everything read there; given a better cause it would blame innocent code
         causes += search(recording, call, difference, found, operator)
@@ -84,6 +84,18 @@ def _draws(recording: Recording, found: Rerun) -> Iterator[Cause]:
             yield Cause(f"the region draws from {name}, and `preserve_rng=False`", "Leave that option at True.")
         elif not name.startswith(DEFAULT):
             yield Cause(f"the region draws from {name}, which it does not get as an argument", "Pass it as one.")
+
+
+def _scripted(
+    recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
+) -> Iterator[Cause]:
+    del recording, call, operator
+    if found.reach.scripted and difference.kind != "values":
+        yield Cause(
+            f"`{found.reach.scripted[0]}` is scripted, and TorchScript rewrites its code in the first two calls, after "
+            "which it saves other tensors",
+            "Run a forward and a backward once without the region, in train mode and with inputs of such shapes.",
+        )
 
 
 def _training(

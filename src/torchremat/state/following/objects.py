@@ -20,7 +20,7 @@ from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import permanent
 from torchremat.state.containers import Dict
 from torchremat.state.following.code import follow_class
-from torchremat.state.holders import Container, Foreign, Slots
+from torchremat.state.holders import Container, Foreign, ScriptState, Slots
 from torchremat.state.leaves import watch
 from torchremat.state.world import LEADS_NOWHERE, World
 from torchremat.tensors.parts import attributes_of, is_wrapper
@@ -194,10 +194,14 @@ def _without_shards(world: World, module: nn.Module, parameters: Dict) -> Dict:
 
 
 def follow_script(world: World, module: torch.jit.ScriptModule) -> None:
-    """Follow a scripted module into its parameters, buffers and children."""
-    # Its state lives in C++: it can be watched, but not swapped.
+    """Follow a scripted module into its parameters, attributes, buffers and children."""
     world.modules.append(module)
-    world.pending += [*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children()]
+    state = ScriptState(module)
+    world.rest.append(state)
+    for name, one in state.read().items():
+        if isinstance(one, Tensor):
+            follow_named_tensor(world, module, name, one)
+    world.pending += [*module.parameters(recurse=False), *module.children()]
 
 
 def follow_foreign(world: World, item: object) -> None:
