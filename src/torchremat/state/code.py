@@ -100,10 +100,12 @@ def is_installed(module: str | None) -> bool:
     """Return whether a module belongs to an installed package, whose code is followed within one file."""
     root = (module or "").partition(".")[0]
     origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
-    return str(origin).startswith(_PACKAGES)
+    # Of any environment: one may lie on top of another.
+    return str(origin).startswith(_PACKAGES) or any(f"{os.sep}{name}{os.sep}" in str(origin) for name in _FOLDERS)
 
 
 _PACKAGES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
+_FOLDERS = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 
