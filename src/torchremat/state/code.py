@@ -10,13 +10,15 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+# Code that looks attributes up by strings.
+_LOOKUPS = frozenset({"getattr", "setattr", "hasattr", "vars", "attrgetter", "__dict__"})
 # Code that sets the state of a generator calls one of these.
 _SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
 # Methods of a class that no recompute runs.
@@ -33,13 +35,15 @@ class Reads(NamedTuple):
 
     Attributes:
         names: Global names, without Python's builtins.
-        attributes: Names of attributes, of any object.
+        attributes: Names of attributes, of any object; imported names too, and strings where names are looked up.
+        imports: The modules that it imports, each with its number of leading dots.
         sets_generators: Whether it may set the state of a random generator.
         stores: Whether it binds a cell, or stores an attribute or an item.
     """
 
     names: tuple[str, ...]
     attributes: frozenset[str]
+    imports: tuple[tuple[str, int], ...]
     sets_generators: bool
     stores: bool
 
@@ -62,17 +66,26 @@ def reads_of(code: types.CodeType) -> Reads:
 def _read(code: types.CodeType) -> Reads:
     names: dict[str, None] = {}
     attributes: set[str] = set()
+    imports: list[tuple[str, int]] = []
     stores = False
     for one in _nested(code):
+        values: list[object] = []
         for instruction in dis.get_instructions(one):
             if instruction.opname in _GLOBALS:
                 names[instruction.argval] = None
             elif instruction.opname in _ATTRIBUTES:
                 attributes.add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                imports.append((instruction.argval, cast("int", values[-2])))  # before it: the dots, and the names
+                attributes.update(instruction.argval.split("."))
+            values.append(instruction.argval)
             if instruction.opname in _STORES:
                 stores = True
     sets = not _SETTERS.isdisjoint({*names, *attributes})
-    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes), sets, stores)
+    if not _LOOKUPS.isdisjoint({*names, *attributes}):
+        attributes |= {text for one in _nested(code) for text in one.co_consts if isinstance(text, str)}
+    reads = tuple(name for name in names if not hasattr(builtins, name))
+    return Reads(reads, frozenset(attributes), tuple(imports), sets, stores)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

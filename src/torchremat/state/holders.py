@@ -6,6 +6,7 @@ Also the objects that users name in `guard=`, some of which manage their own sta
 from __future__ import annotations
 
 import random
+import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -252,6 +253,28 @@ class Slots(_OfItem):
                 object.__setattr__(self._item, name, contents[name])
             elif hasattr(self._item, name):
                 object.__delattr__(self._item, name)
+
+
+class ThreadLocal(_OfItem):
+    """The attributes of a `threading.local` in the running thread, which need not be that of the forward."""
+
+    __slots__ = ()
+
+    def read(self) -> Dict:
+        """Return its current contents."""
+        return dict(self._own)
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return self.read().values()
+
+    def write(self, contents: Dict) -> None:
+        """Set its contents to what `read` returned."""
+        make(self._own, contents)
+
+    @property
+    def _own(self) -> Dict:
+        return cast("Dict", threading.local.__getattribute__(self._item, "__dict__"))
 
 
 class _ForeignKind(NamedTuple):

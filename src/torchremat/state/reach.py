@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import threading
 import types
 import weakref
 from collections import UserDict, UserList, deque
@@ -35,14 +36,23 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchremat.ambient.global_state import WATCHES
-from torchremat.state.code import is_library
-from torchremat.state.following.code import follow_class, follow_function, follow_method, follow_methods
+from torchremat.state.code import is_installed, is_library
+from torchremat.state.following.code import (
+    follow_builtin,
+    follow_class,
+    follow_file,
+    follow_files,
+    follow_function,
+    follow_method,
+    follow_methods,
+)
 from torchremat.state.following.objects import (
     follow_container,
     follow_dict,
     follow_foreign,
     follow_generator,
     follow_list,
+    follow_local,
     follow_module,
     follow_object,
     follow_optimizer,
@@ -109,6 +119,7 @@ def reach(
             visit(world, item)
         follow_tables(world)
         follow_methods(world)
+        follow_files(world)
         if not pending:
             break
 
@@ -119,6 +130,8 @@ _visits: dict[type, Visit] = {
     nn.Parameter: watch_tensor,
     types.FunctionType: follow_function,
     types.MethodType: follow_method,
+    types.BuiltinFunctionType: follow_builtin,
+    types.ModuleType: follow_file,
     functools.partial: follow_partial,
     tuple: follow_tuple,
     frozenset: follow_tuple,
@@ -149,6 +162,7 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
     (type, follow_class),
     (functools.partial, follow_partial),
     (FOREIGN, follow_foreign),
+    (threading.local, follow_local),
 )
 
 
@@ -174,6 +188,8 @@ def _classify(kind: type) -> Visit | None:
         return follow_container
     if kind.__module__.startswith("torchremat."):
         return follow_ours
+    if issubclass(kind, types.ModuleType) and (is_library(kind.__module__) or is_installed(kind.__module__)):
+        return follow_file
     if hasattr(kind, "__wrapped__") or kind is type(functools.lru_cache(len)):
         return follow_object
     if issubclass(kind, _OPEN) or not is_library(kind.__module__):

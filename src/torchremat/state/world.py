@@ -19,9 +19,8 @@ from torchremat.state.leaves import WatchedShard
 _MOST_ITEMS = 100_000
 # Types whose objects have no state and hold nothing; types of libraries join them as they are met.
 LEADS_NOWHERE: set[type] = {
-    type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.ModuleType,
-    types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.Size, np.dtype, object, property,
+    type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.CodeType, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, object, property,
 }  # fmt: skip
 
 
@@ -52,14 +51,17 @@ class World:
         met: Modules whose tables are still to be followed.
         called: The names of attributes that reached code reads.
         classes: The user's classes that were met, with their code and the names of the methods that were followed.
+        files: The Python modules that were met as values of attributes and items.
+        asked: How many names of attributes had been read when names were last looked up in these.
+        homes: The names of the Python modules that these classes are from.
         has_cached: Whether the cache of parametrizations was reached.
         is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
-        "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
-        "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
-        "sets_generators", "shards", "state", "tensors", "waits",
+        "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes", "is_argument",
+        "is_named", "is_whole", "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots",
+        "runs_code", "seen", "sets_generators", "shards", "state", "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,6 +86,9 @@ class World:
         self.met: list[nn.Module] = []
         self.called: set[str] = set()
         self.classes: dict[type, tuple[ClassCode, set[str]]] = {}
+        self.files: list[types.ModuleType] = []
+        self.asked = -1
+        self.homes: set[str] = set()
         self.has_cached = False
         self.is_argument = False
         self.is_named = False
