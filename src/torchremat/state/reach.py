@@ -119,7 +119,8 @@ def reach(
             visit(world, item)
         follow_tables(world)
         follow_methods(world)
-        follow_files(world)
+        if world.files:
+            follow_files(world)
         if not pending:
             break
 

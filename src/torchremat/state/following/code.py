@@ -100,7 +100,7 @@ def follow_file(world: World, file: types.ModuleType) -> None:
 
 def follow_files(world: World) -> None:
     """Follow those names of the Python modules met that some code names."""
-    if world.files and len(world.called) > world.asked:
+    if len(world.called) > world.asked:
         world.asked = len(world.called)
         _follow_values(world, [*world.files], world.called)
 
