@@ -221,6 +221,16 @@ class ClassData(Holder):
                 type.__setattr__(self._kind, name, before)
 
 
+class ClassValues(ClassData):
+    """Some attributes of a class, whatever else it has."""
+
+    __slots__ = ()
+
+    def read(self) -> list[object]:
+        """Return their values; none was given since."""
+        return [*self.values(), ()]
+
+
 class Slots(_OfItem):
     """The attributes of an object whose class has `__slots__`."""
 

@@ -15,7 +15,7 @@ from torch import nn
 from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
-from torchremat.state.holders import ClassData, contents_of
+from torchremat.state.holders import ClassData, ClassValues, contents_of
 from torchremat.state.world import World
 
 # Types that a function may close over without running code by name.
@@ -63,6 +63,8 @@ def _follow_values(world: World, values: list[object], attributes: Set[str]) -> 
         file = values.pop()
         if not isinstance(file, types.ModuleType) or not _is_file(type(file)):
             world.pending.append(file)
+            if isinstance(file, type) and is_installed(file.__module__) and not issubclass(file, nn.Module):
+                _follow_names(world, file, attributes)
             continue
         if id(file) in seen:
             continue
@@ -75,6 +77,16 @@ def _follow_values(world: World, values: list[object], attributes: Set[str]) -> 
             values += [one for one in map(space.get, wanted) if isinstance(one, _LEADS_ON)]
         else:
             values += world.bindings.add_names(space, tuple(wanted))
+
+
+def _follow_names(world: World, kind: type, attributes: Set[str]) -> None:
+    """Follow the values that a class of a package has under some names, as a class of options has."""
+    for one in kind.__mro__:
+        names = tuple(attributes & vars(one).keys()) if is_installed(one.__module__) else ()
+        values = [value for name in names if not callable(value := vars(one)[name]) and not hasattr(value, "__get__")]
+        if values:
+            world.rest.append(ClassValues(one, names))
+            world.push(values)
 
 
 def _is_file(kind: type) -> bool:
