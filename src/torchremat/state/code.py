@@ -21,6 +21,13 @@ _STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SU
 _LOOKUPS = frozenset({"getattr", "setattr", "hasattr", "vars", "attrgetter", "__dict__"})
 # Code that sets the state of a generator calls one of these.
 _SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
+# Code that writes past a version counter gets at the memory of a tensor by one of these, or calls one of these kernels.
+_PAST_VERSIONS = frozenset(
+    {
+        "data", "data_ptr", "numpy", "__array__", "asarray", "from_numpy", "from_dlpack", "storage", "untyped_storage",
+        "batch_norm", "instance_norm",
+    }
+)  # fmt: skip
 # Methods of a class that no recompute runs.
 _NEVER_RUN = frozenset(
     {
@@ -39,6 +46,7 @@ class Reads(NamedTuple):
         imports: The modules that it imports, each with its number of leading dots.
         sets_generators: Whether it may set the state of a random generator.
         stores: Whether it binds a cell, or stores an attribute or an item.
+        passes_versions: Whether it may write to a tensor in a way that its version counter does not see.
     """
 
     names: tuple[str, ...]
@@ -46,6 +54,7 @@ class Reads(NamedTuple):
     imports: tuple[tuple[str, int], ...]
     sets_generators: bool
     stores: bool
+    passes_versions: bool
 
 
 # By id: hashing code takes longer than inspecting most functions. The code is kept alive so that its id stays its own.
@@ -85,7 +94,8 @@ def _read(code: types.CodeType) -> Reads:
     if not _LOOKUPS.isdisjoint({*names, *attributes}):
         attributes |= {text for one in _nested(code) for text in one.co_consts if isinstance(text, str)}
     reads = tuple(name for name in names if not hasattr(builtins, name))
-    return Reads(reads, frozenset(attributes), tuple(imports), sets, stores)
+    passes = not _PAST_VERSIONS.isdisjoint(attributes)
+    return Reads(reads, frozenset(attributes), tuple(imports), sets, stores, passes)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -43,6 +43,7 @@ class World:
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
+        passes_versions: Whether some code may write to a tensor past its version counter.
         runs_code: Whether some user code may change an object that it reaches, or flip a global switch.
 
     While roots are followed:
@@ -60,8 +61,8 @@ class World:
 
     __slots__ = (
         "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes", "is_argument",
-        "is_named", "is_whole", "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots",
-        "runs_code", "seen", "sets_generators", "shards", "state", "tensors", "waits",
+        "is_named", "is_whole", "loose", "met", "modules", "named", "optimizers", "passes_versions", "pending",
+        "proxied", "rest", "roots", "runs_code", "seen", "sets_generators", "shards", "state", "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -80,6 +81,7 @@ class World:
         self.shards: list[WatchedShard] = []
         self.waits = False
         self.sets_generators = False
+        self.passes_versions = False
         self.runs_code = False
         self.seen: set[int] = set()
         self.pending: list[object] = []

@@ -50,6 +50,8 @@ def follow_function(world: World, function: types.FunctionType) -> None:
         _follow_values(world, _imported(function.__globals__, reads.imports), reads.attributes)
     if reads.sets_generators:
         world.sets_generators = True
+    if reads.passes_versions:
+        world.passes_versions = True
     if reads.names:
         _follow_values(world, world.bindings.add_names(function.__globals__, reads.names), reads.attributes)
     if reads.names or reads.stores:
