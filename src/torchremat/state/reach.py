@@ -1,20 +1,24 @@
 """The objects that a call can reach through Python: from its function and its arguments, through all references.
 
     from                         to
-    function                     cells, defaults, attributes; the global names that its code reads
+    function                     cells, defaults, attributes; the global names that its code reads; its imports
+    Python module                those of its names that this code, or some code that was reached, reads as attributes
     bound method, partial        its object, its function, its arguments
     module                       attributes, parameters, buffers, children, hooks; the code of its class
     user object                  attributes; its class's own, and the methods that some code reached names
     tensor                       attributes
     list, dict, tuple, set       their items
+    thread-local                 its attributes in the running thread
 
-Objects of torch, NumPy and Python itself are not followed, except modules, containers and random generators. Functions
-of these libraries are followed only into their cells: a decorator of theirs holds the user's function there. Code of
-other installed packages is followed within its file; of their classes that are no modules, only the objects are
-followed. For an optimizer its options are reached; all of its contents are, including an optimizer that it wraps, if it
-is requested whole.
+Objects of torch, NumPy and Python itself are not followed, except modules, containers, thread-locals and random
+generators: `random.uniform` is a method of one. Functions of these libraries are followed only into their cells: a
+decorator of theirs holds the user's function there. Code of other installed packages is followed from file to file. The
+names of attributes that it reads are not asked of the classes met, unless it is in the file of one: `x.to` in any
+package would lead into the `to` of each model. Of its classes that are no modules, only the objects are followed, and
+values that code names. For an optimizer its options are reached; all of its contents are, including an optimizer that
+it wraps, if it is requested whole.
 
-Missing on purpose: the attributes of Python modules, iterators, files, state held by C++. Containers of more than a
+Missing on purpose: names that are computed at run time, iterators, files, state held by C++. Containers of more than a
 thousand items are not followed either, unless they come with the arguments: such a container is a table, and no state
 of a forward.
 """
