@@ -2,12 +2,13 @@
 
 A recompute has to give what the forward gave.
 Generators of torch, buffers and attributes are looked after; what other packages keep is not, unless it is registered.
-Here a block draws from Python's `random`, and torch's own checkpoint computes other gradients without a word.
+Here a block draws from a module found by name, and torch's own checkpoint computes other gradients without a word.
 `verify` compares a step with regions and one without, and `check="values"` stops the backward at the first difference,
 with the operator, the line and the likely cause.
 """
 
 import random
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        h = self.up(x) * random.uniform(0.9, 1.1)
+        h = self.up(x) * import_module("random").uniform(0.9, 1.1)
         return x + self.down(torch.tanh(h))
 
 

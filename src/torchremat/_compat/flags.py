@@ -77,8 +77,33 @@ known_flags = (
     NumericFlag(torch.is_deterministic_algorithms_warn_only_enabled, _set_warn_only),
     _flag("torch_function_state"),
 )
+
+
+def _of_einsum(name: str) -> NumericFlag:
+    """Return a setting of the order in which a product of three tensors and more is computed."""
+    # An assignment binds the name in the module that users see; until then it has the value of the one beneath.
+    above, beneath = vars(torch.backends.opt_einsum), _beneath
+    return NumericFlag(
+        lambda: above.get(name, beneath.get(name)),
+        lambda value: (above if name in above else beneath).__setitem__(name, value),
+    )
+
+
+_beneath: dict[str, Any] = vars(_bind("backends.opt_einsum.m"))
+
+
+def _flushes_denormals() -> bool:
+    return _SMALL * _SMALL == 0.0  # torch has no other way to ask
+
+
+_SMALL = 1e-160
 # The other flags that this build of torch supports.
 other_flags = (
+    NumericFlag(_flushes_denormals, torch.set_flush_denormal),
+    NumericFlag(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    _of_einsum("enabled"),
+    _of_einsum("strategy"),
+    _flag("nnpack_enabled"),
     _flag("deterministic_fill_uninitialized_memory"),
     _flag("mkldnn_enabled"),
     _flag("mkldnn_deterministic"),

@@ -20,10 +20,10 @@ from torchremat.regions.diagnosis.operators import OperatorLog
 from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, reads_of
-from torchremat.state.following.code import plain_cells
 from torchremat.state.following.objects import reach_arguments
 from torchremat.state.holders import looks_after_itself
 from torchremat.state.naming import name_of
+from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
 from torchremat.state.snapshot import NOTHING, Snapshot

@@ -15,7 +15,9 @@ code.py        the names that a piece of code reads, and whose code is followed
 world.py       everything reachable from a function and its arguments
 following/     the references of each kind of object
 reach.py       all of these, from some roots
+plain.py       functions that obviously reach nothing that has state
 backups.py     tensors that are copied before a forward, since it may write to them
+stamps.py      tensors that are told by their bits, where code may write past their versions
 reading.py     detecting a read of a tensor that was written
 leaves.py      the version, the flag and the hooks of tensors; sharded parameters, and writes of optimizers
 snapshot.py    the world as one forward saw it

@@ -14,9 +14,10 @@ a training state is watched by value: everything that the module holds by name, 
 compared, and the changed names are remembered per module. From then on only these are cloned, and small tensors, since
 a module may change one every tenth time, and a module that was left out of the first forward of the one around it may
 change one when it is first called. On the host the small ones are compared by value, which takes microseconds;
-elsewhere it would wait for the device. In modules that the user has named every forward counts as a first one. Norms
-that may leave their statistics unchanged the first time, with a momentum of 0 that grows, are recognised by their
-class.
+elsewhere it would wait for the device. Where reached code names an attribute by which a write passes the version, such
+as `data`, tensors of all sizes are compared by value each time: copied, or by their bits, see `stamps.py`. In modules
+that the user has named every forward counts as a first one. Norms that may leave their statistics unchanged the first
+time, with a momentum of 0 that grows, are recognised by their class.
 
 NOTE [ Hooks that compute weights ]
 The hooks of the outermost modules run outside of the region. The hooks of `weight_norm` and `spectral_norm` compute a
@@ -87,7 +88,7 @@ class Backups:
         written: By id, the tensors that the forward has written; their copies stand for them.
     """
 
-    __slots__ = ("_all", "_first", "_left", "written")
+    __slots__ = ("_all", "_first", "_left", "_passes_versions", "written")
 
     def __init__(self, world: World) -> None:
         self._all: list[Backup] = []
@@ -96,12 +97,13 @@ class Backups:
         self.written: dict[int, Written] = {}
         named = world.named
         roots = [module for module in world.roots if _computes_weights(module)] if world.state else ()
+        self._passes_versions = world.passes_versions
         with hiding():
             for module, name, tensor in world.state:
                 self._consider(module, name, tensor, is_named=id(tensor) in named, is_hooked=module in roots)
             for tensor in world.loose:
                 if id(tensor) in named or tensor.nbytes <= SMALL_BYTES:
-                    self._copy(tensor, None, "", compares=False)
+                    self._copy(tensor, None, "", compares=world.passes_versions)
             if named:
                 self._copy_named(world)
 
@@ -123,8 +125,9 @@ class Backups:
             self._copy(tensor, module, name, compares=True)
         elif name in known:
             self._copy(tensor, module, name, compares=False, always=True)
-        elif tensor.nbytes <= SMALL_BYTES:
-            self._copy(tensor, module, name, compares=accelerator_of(tensor.device).is_host)
+        elif tensor.nbytes <= SMALL_BYTES or self._passes_versions:
+            compares = self._passes_versions or accelerator_of(tensor.device).is_host
+            self._copy(tensor, module, name, compares=compares)
 
     def _copy(
         self, tensor: Tensor, owner: nn.Module | None, name: str, *, compares: bool, always: bool = False
@@ -133,6 +136,11 @@ class Backups:
         version = -2 if always else version_of(tensor)
         before = _with_attributes(tensor.detach().clone(), tensor)
         self._all.append(Backup(tensor, version, before, owner, name, compares))
+
+    @property
+    def copied(self) -> set[int]:
+        """The ids of the tensors that are copied while the forward runs."""
+        return {id(one.tensor) for one in self._all}
 
     def settle(self) -> None:
         """Keep only the copies that a recompute may need."""

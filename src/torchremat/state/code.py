@@ -10,15 +10,24 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+# Code that looks attributes up by strings.
+_LOOKUPS = frozenset({"getattr", "setattr", "hasattr", "vars", "attrgetter", "__dict__"})
 # Code that sets the state of a generator calls one of these.
 _SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
+# Code that writes past a version counter gets at the memory of a tensor by one of these, or calls one of these kernels.
+_PAST_VERSIONS = frozenset(
+    {
+        "data", "data_ptr", "numpy", "__array__", "asarray", "from_numpy", "from_dlpack", "storage", "untyped_storage",
+        "batch_norm", "instance_norm",
+    }
+)  # fmt: skip
 # Methods of a class that no recompute runs.
 _NEVER_RUN = frozenset(
     {
@@ -33,15 +42,19 @@ class Reads(NamedTuple):
 
     Attributes:
         names: Global names, without Python's builtins.
-        attributes: Names of attributes, of any object.
+        attributes: Names of attributes, of any object; imported names too, and strings where names are looked up.
+        imports: The modules that it imports, each with its number of leading dots.
         sets_generators: Whether it may set the state of a random generator.
         stores: Whether it binds a cell, or stores an attribute or an item.
+        passes_versions: Whether it may write to a tensor in a way that its version counter does not see.
     """
 
     names: tuple[str, ...]
     attributes: frozenset[str]
+    imports: tuple[tuple[str, int], ...]
     sets_generators: bool
     stores: bool
+    passes_versions: bool
 
 
 # By id: hashing code takes longer than inspecting most functions. The code is kept alive so that its id stays its own.
@@ -62,17 +75,27 @@ def reads_of(code: types.CodeType) -> Reads:
 def _read(code: types.CodeType) -> Reads:
     names: dict[str, None] = {}
     attributes: set[str] = set()
+    imports: list[tuple[str, int]] = []
     stores = False
     for one in _nested(code):
+        values: list[object] = []
         for instruction in dis.get_instructions(one):
             if instruction.opname in _GLOBALS:
                 names[instruction.argval] = None
             elif instruction.opname in _ATTRIBUTES:
                 attributes.add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                imports.append((instruction.argval, cast("int", values[-2])))  # before it: the dots, and the names
+                attributes.update(instruction.argval.split("."))
+            values.append(instruction.argval)
             if instruction.opname in _STORES:
                 stores = True
     sets = not _SETTERS.isdisjoint({*names, *attributes})
-    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes), sets, stores)
+    if not _LOOKUPS.isdisjoint({*names, *attributes}):
+        attributes |= {text for one in _nested(code) for text in one.co_consts if isinstance(text, str)}
+    reads = tuple(name for name in names if not hasattr(builtins, name))
+    passes = not _PAST_VERSIONS.isdisjoint(attributes)
+    return Reads(reads, frozenset(attributes), tuple(imports), sets, stores, passes)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -100,10 +123,12 @@ def is_installed(module: str | None) -> bool:
     """Return whether a module belongs to an installed package, whose code is followed within one file."""
     root = (module or "").partition(".")[0]
     origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
-    return str(origin).startswith(_PACKAGES)
+    # Of any environment: one may lie on top of another.
+    return str(origin).startswith(_PACKAGES) or any(f"{os.sep}{name}{os.sep}" in str(origin) for name in _FOLDERS)
 
 
 _PACKAGES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
+_FOLDERS = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 

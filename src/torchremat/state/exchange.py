@@ -65,7 +65,7 @@ class Exchange:
         self._flags = now = [*map(flags_of, snapshot.watched)]
         self._hooks = copied_hooks(snapshot.watched) if now else None
         self.written = _NONE
-        if now != snapshot.flags or snapshot.shards:
+        if now != snapshot.flags or snapshot.shards or snapshot.past_versions:
             self.written = snapshot.written_since(now)
         self._then = then, rest = self._what_was()
         if now != snapshot.flags or snapshot.guarded or self._without_gradients or not then.are_here() or _differ(rest):

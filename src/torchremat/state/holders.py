@@ -6,6 +6,7 @@ Also the objects that users name in `guard=`, some of which manage their own sta
 from __future__ import annotations
 
 import random
+import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -220,6 +221,16 @@ class ClassData(Holder):
                 type.__setattr__(self._kind, name, before)
 
 
+class ClassValues(ClassData):
+    """Some attributes of a class, whatever else it has."""
+
+    __slots__ = ()
+
+    def read(self) -> list[object]:
+        """Return their values; none was given since."""
+        return [*self.values(), ()]
+
+
 class Slots(_OfItem):
     """The attributes of an object whose class has `__slots__`."""
 
@@ -290,6 +301,28 @@ def _is_same_in_script(now: Any, before: Any) -> bool:
     if isinstance(now, Tensor) or isinstance(before, Tensor) or type(now) is not type(before):
         return False
     return holds_same(now, before)
+
+
+class ThreadLocal(_OfItem):
+    """The attributes of a `threading.local` in the running thread, which need not be that of the forward."""
+
+    __slots__ = ()
+
+    def read(self) -> Dict:
+        """Return its current contents."""
+        return dict(self._own)
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return self.read().values()
+
+    def write(self, contents: Dict) -> None:
+        """Set its contents to what `read` returned."""
+        make(self._own, contents)
+
+    @property
+    def _own(self) -> Dict:
+        return cast("Dict", threading.local.__getattribute__(self._item, "__dict__"))
 
 
 class _ForeignKind(NamedTuple):

@@ -1,20 +1,24 @@
 """The objects that a call can reach through Python: from its function and its arguments, through all references.
 
     from                         to
-    function                     cells, defaults, attributes; the global names that its code reads
+    function                     cells, defaults, attributes; the global names that its code reads; its imports
+    Python module                those of its names that this code, or some code that was reached, reads as attributes
     bound method, partial        its object, its function, its arguments
     module                       attributes, parameters, buffers, children, hooks; the code of its class
     user object                  attributes; its class's own, and the methods that some code reached names
     tensor                       attributes
     list, dict, tuple, set       their items
+    thread-local                 its attributes in the running thread
 
-Objects of torch, NumPy and Python itself are not followed, except modules, containers and random generators. Functions
-of these libraries are followed only into their cells: a decorator of theirs holds the user's function there. Code of
-other installed packages is followed within its file; of their classes that are no modules, only the objects are
-followed. For an optimizer its options are reached; all of its contents are, including an optimizer that it wraps, if it
-is requested whole.
+Objects of torch, NumPy and Python itself are not followed, except modules, containers, thread-locals and random
+generators: `random.uniform` is a method of one. Functions of these libraries are followed only into their cells: a
+decorator of theirs holds the user's function there. Code of other installed packages is followed from file to file. The
+names of attributes that it reads are not asked of the classes met, unless it is in the file of one: `x.to` in any
+package would lead into the `to` of each model. Of its classes that are no modules, only the objects are followed, and
+values that code names. For an optimizer its options are reached; all of its contents are, including an optimizer that
+it wraps, if it is requested whole.
 
-Missing on purpose: the attributes of Python modules, iterators, files, state held by C++. Containers of more than a
+Missing on purpose: names that are computed at run time, iterators, files, state held by C++. Containers of more than a
 thousand items are not followed either, unless they come with the arguments: such a container is a table, and no state
 of a forward.
 """
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import threading
 import types
 import weakref
 from collections import UserDict, UserList, deque
@@ -35,14 +40,23 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchremat.ambient.global_state import WATCHES
-from torchremat.state.code import is_library
-from torchremat.state.following.code import follow_class, follow_function, follow_method, follow_methods
+from torchremat.state.code import is_installed, is_library
+from torchremat.state.following.code import (
+    follow_builtin,
+    follow_class,
+    follow_file,
+    follow_files,
+    follow_function,
+    follow_method,
+    follow_methods,
+)
 from torchremat.state.following.objects import (
     follow_container,
     follow_dict,
     follow_foreign,
     follow_generator,
     follow_list,
+    follow_local,
     follow_module,
     follow_object,
     follow_optimizer,
@@ -109,6 +123,8 @@ def reach(
             visit(world, item)
         follow_tables(world)
         follow_methods(world)
+        if world.files:
+            follow_files(world)
         if not pending:
             break
 
@@ -119,6 +135,8 @@ _visits: dict[type, Visit] = {
     nn.Parameter: watch_tensor,
     types.FunctionType: follow_function,
     types.MethodType: follow_method,
+    types.BuiltinFunctionType: follow_builtin,
+    types.ModuleType: follow_file,
     functools.partial: follow_partial,
     tuple: follow_tuple,
     frozenset: follow_tuple,
@@ -149,6 +167,7 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
     (type, follow_class),
     (functools.partial, follow_partial),
     (FOREIGN, follow_foreign),
+    (threading.local, follow_local),
 )
 
 
@@ -174,6 +193,8 @@ def _classify(kind: type) -> Visit | None:
         return follow_container
     if kind.__module__.startswith("torchremat."):
         return follow_ours
+    if issubclass(kind, types.ModuleType) and (is_library(kind.__module__) or is_installed(kind.__module__)):
+        return follow_file
     if hasattr(kind, "__wrapped__") or kind is type(functools.lru_cache(len)):
         return follow_object
     if issubclass(kind, _OPEN) or not is_library(kind.__module__):

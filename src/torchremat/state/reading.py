@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types, past_torch_function
 from torchremat.ambient.hidden import hidden
+from torchremat.tensors.parts import PLAIN_CLASSES
 
 
 class WrittenError(BaseException):
@@ -32,7 +34,21 @@ class WrittenError(BaseException):
 
 
 class WrittenTensors(dict[int, WrittenError]):
-    """The tensors that were written since, by id, with the error for each."""
+    """The tensors that were written since, by id, with the error for each.
+
+    Attributes:
+        memory: By the address of its storage, those that were written past their version, as any alias is again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, WrittenError] = {}
+
+    def add_memory(self, error: WrittenError) -> None:
+        """Add a tensor that was written past its version."""
+        self[id(error.tensor)] = error
+        if error.tensor.layout is torch.strided and type(error.tensor) in PLAIN_CLASSES:
+            self.memory[error.tensor.untyped_storage().data_ptr()] = error
 
     def check(self, tensor: Tensor) -> None:
         """Raise if a tensor is one of them, or a view of one.
@@ -77,6 +93,8 @@ class Reading(EagerMode):
     def _look(self, one: object) -> None:
         if isinstance(one, Tensor):
             found = self._written.get(id(one))
+            if self._written.memory and type(one) in PLAIN_CLASSES and one.layout is torch.strided:
+                found = found or self._written.memory.get(one.untyped_storage().data_ptr())
             if found is not None:
                 self._stop(found)
         elif isinstance(one, list | tuple):

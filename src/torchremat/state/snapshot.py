@@ -19,6 +19,7 @@ from torchremat.state.following.objects import LONG
 from torchremat.state.holders import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
+from torchremat.state.stamps import changed, stamped
 from torchremat.state.world import World
 
 # NOTE [ A snapshot holds no graph ]
@@ -68,6 +69,7 @@ class Snapshot:
         named: The ids of tensors inside of the objects that the user has named.
         waits: Whether a lazy module is about to make its parameters, which cannot be undone.
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
+        past_versions: Those of them whose version has not moved.
         is_inert: Whether the call can change nothing in it.
         lasts: Whether another call may share it that begins in the same world: it holds nothing of the call itself.
 
@@ -83,9 +85,9 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_attributes", "_leaf_hooks", "_leaves", "_tables", "backups", "by_forward", "dicts", "flags", "generators",
-        "graphed", "guarded", "is_inert", "lasts", "modules", "named", "rest", "roots", "shards", "then", "waits",
-        "watched",
+        "_attributes", "_leaf_hooks", "_leaves", "_stamps", "_tables", "backups", "by_forward", "dicts", "flags",
+        "generators", "graphed", "guarded", "is_inert", "lasts", "modules", "named", "past_versions", "rest",
+        "roots", "shards", "then", "waits", "watched",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
@@ -96,6 +98,7 @@ class Snapshot:
         self.generators = world.generators
         self.named = frozenset(world.named)
         self.by_forward: frozenset[int] = frozenset()
+        self.past_versions: frozenset[int] = frozenset()
         self.dicts = world.dicts
         self.rest = [(one, one.read()) for one in world.rest]
         self.is_inert = is_inert
@@ -114,11 +117,18 @@ class Snapshot:
         self.backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:
             listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
+        is_watched = backs_up and world.passes_versions
+        copied = self.backups.copied if is_watched and self.backups is not None else ()
+        self._stamps = (
+            stamped(one for one in world.tensors if one.is_leaf and id(one) not in copied) if is_watched else []
+        )
         self.waits = world.waits
         if not all(map(_is_leaf, world.tensors)) and not is_transformed():  # there `detach` loses more than a graph
             graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
             self._let_graphs_go(graphed, holds=backs_up)
-        own_state = self.backups or self.graphed or self.guarded or self.shards or self.generators or self.waits
+        own_state = (
+            self.backups or self.graphed or self.guarded or self.shards or self.generators or self.waits or self._stamps
+        )
         self.lasts = backs_up and not own_state
 
     @classmethod
@@ -174,6 +184,10 @@ class Snapshot:
         if [*map(flags_of, self.watched)] != self.flags:
             pairs = zip(self.watched, self.flags, strict=True)
             self.by_forward = frozenset([id(one) for one, flag in pairs if one._version != flag[0]])
+        if self._stamps:
+            self.past_versions = frozenset(map(id, changed(self._stamps)))
+            self.by_forward |= self.past_versions
+            self._stamps = []
         backups = self.backups
         if backups is None:
             return
@@ -275,6 +289,8 @@ class Snapshot:
         for tensor, (then, _), (version, _) in zip(self.watched, self.flags, now, strict=True):
             if version != then:
                 found[id(tensor)] = WrittenError(tensor, then, version)
+            elif id(tensor) in self.past_versions:
+                found.add_memory(WrittenError(tensor, then, version))
         for one in self.shards:
             version = one.version_now()
             if version is not None:

@@ -19,9 +19,8 @@ from torchremat.state.leaves import WatchedShard
 _MOST_ITEMS = 100_000
 # Types whose objects have no state and hold nothing; types of libraries join them as they are met.
 LEADS_NOWHERE: set[type] = {
-    type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.ModuleType,
-    types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.Size, np.dtype, object, property,
+    type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.CodeType, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, object, property,
 }  # fmt: skip
 
 
@@ -45,6 +44,7 @@ class World:
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
+        passes_versions: Whether some code may write to a tensor past its version counter.
         runs_code: Whether some user code may change an object that it reaches, or flip a global switch.
 
     While roots are followed:
@@ -53,14 +53,18 @@ class World:
         met: Modules whose tables are still to be followed.
         called: The names of attributes that reached code reads.
         classes: The user's classes that were met, with their code and the names of the methods that were followed.
+        files: The Python modules that were met as values of attributes and items.
+        asked: How many names of attributes had been read when names were last looked up in these.
+        homes: The names of the Python modules that these classes are from.
         has_cached: Whether the cache of parametrizations was reached.
         is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
-        "bindings", "called", "classes", "dicts", "generators", "has_cached", "is_argument", "is_named", "is_whole",
-        "loose", "met", "modules", "named", "optimizers", "pending", "proxied", "rest", "roots", "runs_code", "seen",
-        "sets_generators", "shards", "state", "tables", "tensors", "waits",
+        "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes",
+        "is_argument", "is_named", "is_whole", "loose", "met", "modules", "named", "optimizers", "passes_versions",
+        "pending", "proxied", "rest", "roots", "runs_code", "seen", "sets_generators", "shards", "state", "tables",
+        "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -80,12 +84,16 @@ class World:
         self.shards: list[WatchedShard] = []
         self.waits = False
         self.sets_generators = False
+        self.passes_versions = False
         self.runs_code = False
         self.seen: set[int] = set()
         self.pending: list[object] = []
         self.met: list[nn.Module] = []
         self.called: set[str] = set()
         self.classes: dict[type, tuple[ClassCode, set[str]]] = {}
+        self.files: list[types.ModuleType] = []
+        self.asked = -1
+        self.homes: set[str] = set()
         self.has_cached = False
         self.is_argument = False
         self.is_named = False

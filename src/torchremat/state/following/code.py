@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import types
+from collections.abc import Set
+from contextlib import suppress
+from importlib.util import resolve_name
 from typing import cast
 
 import torch
@@ -11,12 +15,11 @@ from torch import nn
 from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
-from torchremat.state.holders import ClassData, contents_of
+from torchremat.state.holders import ClassData, ClassValues, contents_of
 from torchremat.state.world import World
 
 # Types that a function may close over without running code by name.
-_PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
-_PLAIN = _PASSIVE | {types.ModuleType}
+PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 
 
 def follow_function(world: World, function: types.FunctionType) -> None:
@@ -27,11 +30,12 @@ def follow_function(world: World, function: types.FunctionType) -> None:
         # A decorator holds the user's function there; its other contents are the library's own.
         world.push([one for one in contents_of(function.__closure__ or ()) if callable(one)])
         return
+    reads = reads_of(function.__code__)
     if function.__closure__:
         world.bindings.cells += function.__closure__
         contents = contents_of(function.__closure__)
-        world.pending += contents
-        if not _PASSIVE.issuperset(map(type, contents)):
+        _follow_values(world, contents, reads.attributes)
+        if not PASSIVE.issuperset(map(type, contents)):
             world.runs_code = True
     world.bindings.functions.append(function)
     own = cast("Dict", function.__dict__)
@@ -39,28 +43,88 @@ def follow_function(world: World, function: types.FunctionType) -> None:
     if own or function.__defaults__ or function.__kwdefaults__:
         world.runs_code = True
         world.push([*own.values(), *(function.__defaults__ or ()), function.__kwdefaults__])
-    reads = reads_of(function.__code__)
-    world.called |= reads.attributes
+    file = function.__globals__.get("__name__")
+    if file in world.homes or not is_installed(file):
+        world.called |= reads.attributes
+    if reads.imports:
+        _follow_values(world, _imported(function.__globals__, reads.imports), reads.attributes)
     if reads.sets_generators:
         world.sets_generators = True
+    if reads.passes_versions:
+        world.passes_versions = True
     if reads.names:
-        _global_names(world, function.__globals__, reads.names)
+        _follow_values(world, world.bindings.add_names(function.__globals__, reads.names), reads.attributes)
     if reads.names or reads.stores:
         world.runs_code = True
 
 
-def _global_names(world: World, space: Dict, names: tuple[str, ...]) -> None:
-    name = space.get("__name__")
-    if is_installed(name):
-        # From file to file, packages lead to each other, and to objects unrelated to a forward.
-        values = [*map(space.get, names)]
-        names = tuple([one for one, value in zip(names, values, strict=True) if _is_of(name, value)])
-    world.pending += world.bindings.add_names(space, names)
+def _follow_values(world: World, values: list[object], attributes: Set[str]) -> None:
+    """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
+    values, seen = [*values], set[int]()
+    while values:
+        file = values.pop()
+        if not isinstance(file, types.ModuleType) or not _is_file(type(file)):
+            world.pending.append(file)
+            if isinstance(file, type) and is_installed(file.__module__) and not issubclass(file, nn.Module):
+                _follow_names(world, file, attributes)
+            continue
+        if id(file) in seen:
+            continue
+        seen.add(id(file))
+        # Not by `getattr`: some modules import others when they are asked for an attribute.
+        space = vars(file)
+        wanted = attributes & space.keys()
+        if is_library(file.__name__):
+            # Its own names are no state, but random numbers are: `numpy.random.rand` is bound to a generator.
+            values += [one for one in map(space.get, wanted) if isinstance(one, _LEADS_ON)]
+        else:
+            values += world.bindings.add_names(space, tuple(wanted))
 
 
-def _is_of(name: object, value: object) -> bool:
-    # Some of their modules import others when they are asked for an attribute.
-    return not isinstance(value, types.ModuleType) and getattr(value, "__module__", name) == name
+def _follow_names(world: World, kind: type, attributes: Set[str]) -> None:
+    """Follow the values that a class of a package has under some names, as a class of options has."""
+    for one in kind.__mro__:
+        names = tuple(attributes & vars(one).keys()) if is_installed(one.__module__) else ()
+        values = [value for name in names if not callable(value := vars(one)[name]) and not hasattr(value, "__get__")]
+        if values:
+            world.rest.append(ClassValues(one, names))
+            world.push(values)
+
+
+def _is_file(kind: type) -> bool:
+    # Modules of a class of the user's may have other state.
+    return kind is types.ModuleType or is_library(kind.__module__) or is_installed(kind.__module__)
+
+
+def _imported(space: Dict, imports: tuple[tuple[str, int], ...]) -> list[object]:
+    """Return the Python modules that code imports when it runs, as far as they are there."""
+    found: list[object] = []
+    for name, dots in imports:
+        with suppress(ImportError):  # of a relative import, in code that belongs to no package
+            full = resolve_name("." * dots + name, space.get("__package__")) if dots else name
+            parts = full.split(".")
+            found += [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
+    return found
+
+
+def follow_file(world: World, file: types.ModuleType) -> None:
+    """Follow a Python module that was met otherwise: the names that some code reads as attributes are followed."""
+    world.files.append(file)
+
+
+def follow_files(world: World) -> None:
+    """Follow those names of the Python modules met that some code names."""
+    if len(world.called) > world.asked:
+        world.asked = len(world.called)
+        _follow_values(world, [*world.files], world.called)
+
+
+_LEADS_ON = (types.ModuleType, types.MethodType, types.BuiltinMethodType)
+
+
+def follow_builtin(world: World, builtin: types.BuiltinMethodType) -> None:
+    """Follow a method of an object in C, as `list.append`, to its object."""
+    world.push([builtin.__self__])
 
 
 def follow_method(world: World, method: types.MethodType) -> None:
@@ -76,6 +140,7 @@ def follow_class(world: World, kind: type) -> None:
             return  # in classes that packages make to hold values, only the values count
         code = class_code(kind)
         world.classes[kind] = code, set()
+        world.homes.add(kind.__module__)
         for owner, names in code.data:
             one = owner()
             if (one is not None and id(one) not in world.seen) or one is kind:
@@ -92,23 +157,3 @@ def follow_methods(world: World) -> None:
         followed |= wanted
         for name in wanted:
             world.pending += [one for found in code.methods[name] if (one := found()) is not None]
-
-
-def plain_cells(function: object) -> list[object] | None:
-    """Return the contents of a function's cells, if it obviously reaches nothing else that has state.
-
-    Returns:
-        Numbers, strings and Python modules, since most functions hold nothing else; None if more is possible.
-    """
-    if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
-        return None
-    reads = reads_of(function.__code__)
-    for name in reads.names:
-        if type(function.__globals__.get(name)) is not types.ModuleType:
-            return None
-    contents: list[object] = []
-    if function.__closure__:
-        contents = contents_of(function.__closure__)
-        if reads.stores or not _PLAIN.issuperset(map(type, contents)):
-            return None
-    return None if function.__dict__ else contents

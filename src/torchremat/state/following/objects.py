@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -20,7 +21,7 @@ from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import permanent
 from torchremat.state.containers import Dict
 from torchremat.state.following.code import follow_class
-from torchremat.state.holders import Container, Foreign, ScriptState, Slots
+from torchremat.state.holders import Container, Foreign, ScriptState, Slots, ThreadLocal
 from torchremat.state.leaves import watch
 from torchremat.state.world import LEADS_NOWHERE, World
 from torchremat.tensors.parts import attributes_of, is_wrapper
@@ -257,6 +258,15 @@ def follow_object(world: World, item: object) -> None:
         world.push(slots.values())
     if type(item).__flags__ & _HEAP_TYPE:
         world.bindings.objects.append(item)
+    follow_class(world, type(item))
+
+
+def follow_local(world: World, item: threading.local) -> None:
+    """Follow a thread's own attributes of an object into their values."""
+    world.runs_code = True
+    held = ThreadLocal(item)
+    world.rest.append(held)
+    world.push(held.values())
     follow_class(world, type(item))
 
 
