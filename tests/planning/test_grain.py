@@ -1,6 +1,8 @@
 """How far calls are taken apart: the same units however many modules are around them, and never a floor above that of
 wrapping every block by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,9 @@ from torchremat import Planner
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.simulator.prediction import predict
+from torchremat.schedules.chain import KeepNode
+from torchremat.stages.sums import Sums
 
 BATCH, TIME, WIDTH = 4, 32, 32
 
@@ -114,6 +119,22 @@ def test_no_floor_is_above_that_of_every_block_by_hand(make):
     assert plan.step_peak_bytes - planner.fixed_bytes <= by_hand
     assert traced_peak(model, step) == plan.step_peak_bytes - planner.fixed_bytes
     assert differences(outcome(model, step), plain) == []
+
+
+def test_backwards_that_microbatches_share_know_a_stage_as_a_whole():
+    # They had no profile of it: an IndexError, or the bytes of other units.
+    model, step = stages()
+    solver = Planner(model, step, cost="flops").solver
+    around = solver.pair.around
+    sums = Sums(model, step, solver.pair_in_parts, 4)
+    units = range(len(around.units.units))
+    whole, in_part = (tuple(KeepNode(unit, option * (unit == 1)) for unit in units) for option in (0, 1))
+
+    plain, other = (sums.predict(SimpleNamespace(profile=around, tree=tree)) for tree in (whole, in_part))
+
+    assert around.options[1]
+    assert plain == sums.predict(solver.plain)
+    assert other != plain and other.first_bytes >= predict(around, in_part).backward_bytes
 
 
 def test_a_need_by_hand():

@@ -47,10 +47,9 @@ class SplitBackward:
     def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], pair: ProfilePair) -> None:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
-            runs = [_SplitRun(module, step, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
-        own = ProfilePair(blocks=runs[0].profile(), leaves=runs[1].profile() if len(runs) > 1 else None)
-        self._mixtures = Mixtures([own], stays=True)
-        self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
+            runs = {id(one): _SplitRun(module, step, subject, one) for one in pair.all}
+        self._mixtures = Mixtures([pair.each(lambda own: runs[id(own)].profile())], stays=True)
+        self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs.values())
 
     def predict(self, candidate: Candidate, ahead: bool = False) -> SplitPrediction:
         """Return the bytes of both passes under a tree.

@@ -53,25 +53,20 @@ class Sums:
     def __init__(self, module: nn.Module, step: Step, pair: ProfilePair, microbatches: int) -> None:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
-            runs = [_SumsRun(module, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
+            runs = {id(one): _SumsRun(module, subject, one) for one in pair.all}
         are_two = microbatches == 2
         places = (
             _BackwardPlace(is_first=True),
             _BackwardPlace(is_second=True, is_last=are_two),
             _BackwardPlace(is_second=are_two, is_last=True),
         )
-        self._mixtures = Mixtures(_pair(runs, place) for place in places)
+        self._mixtures = Mixtures(pair.each(lambda own, at=place: runs[id(own)].profile(at)) for place in places)
 
     def predict(self, candidate: Candidate) -> SumsPrediction:
         """Return the peaks of the backwards under a tree."""
         own = self._mixtures.like(candidate.profile.units)
         first, second, last = (predict(one, candidate.tree).backward_bytes for one in own)
         return SumsPrediction(first_bytes=first, second_bytes=second, last_bytes=last)
-
-
-def _pair(runs: list[_SumsRun], place: _BackwardPlace) -> ProfilePair:
-    profiles = [run.profile(place) for run in runs]
-    return ProfilePair(blocks=profiles[0], leaves=profiles[1] if len(profiles) > 1 else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,7 @@ def figures_of(profile: Profile) -> Figures:
 
 def beside(pair: ProfilePair, waiting_bytes: int) -> ProfilePair:
     """Return the profile of a step in whose backward `waiting_bytes` may be live in addition to the measured bytes."""
-    leaves, around = (None if one is None else _beside(one, waiting_bytes) for one in (pair.leaves, pair.around))
-    return ProfilePair(blocks=_beside(pair.blocks, waiting_bytes), leaves=leaves, around=around)
+    return pair.each(lambda own: _beside(own, waiting_bytes))
 
 
 def _beside(profile: Profile, waiting_bytes: int) -> Profile:

@@ -67,6 +67,16 @@ class ProfilePair:
     leaves: Profile | None
     around: Profile | None = None
 
+    @property
+    def all(self) -> tuple[Profile, ...]:
+        """Those that there are."""
+        return tuple(one for one in (self.blocks, self.leaves, self.around) if one is not None)
+
+    def each(self, make: Callable[[Profile], Profile]) -> ProfilePair:
+        """Return the same with another profile for each: whoever makes some makes them all."""
+        leaves, around = (None if one is None else make(one) for one in (self.leaves, self.around))
+        return ProfilePair(blocks=make(self.blocks), leaves=leaves, around=around)
+
 
 def profile_subject(
     model: nn.Module,

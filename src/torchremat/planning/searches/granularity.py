@@ -66,11 +66,16 @@ class Mixtures:
 
     def __init__(self, pairs: Iterable[ProfilePair], *, stays: bool = False) -> None:
         self._stays = stays
-        self._pairs = [aligned(pair, stays=stays) for pair in pairs]
+        given = [*pairs]
+        self._pairs = [aligned(pair, stays=stays) for pair in given]
+        self._around = [pair.around for pair in given if pair.around is not None]
         self._known: dict[frozenset[int], list[Profile]] = {}
 
     def like(self, units: Units) -> list[Profile]:
-        """Return the profile in each way that has some units."""
+        """Return the profile in each way that has some units, mixed or around those of the blocks."""
+        calls = [unit.calls for unit in units.units]
+        if self._around and [unit.calls for unit in self._around[0].units.units] == calls:
+            return self._around
         split = split_in(self._pairs[0].blocks.units, units)
         if split not in self._known:
             self._known[split] = [mixed(pair, split, stays=self._stays) for pair in self._pairs]

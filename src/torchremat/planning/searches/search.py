@@ -60,11 +60,7 @@ class Search:
         self.storing = Storing(self.whole, store_profiles)
         if options.operators:
             with search_budget.running(_OPTIONS_SHARE):
-                pair = ProfilePair(
-                    blocks=self._with_options(pair.blocks),
-                    leaves=pair.leaves and self._with_options(pair.leaves),
-                    around=pair.around and self._with_options(pair.around),
-                )
+                pair = pair.each(self._with_options)
         self.pair = pair
         self.blocks = self._solver(pair.blocks) if pair.blocks.options else self.whole
         self.dividing = Dividing(self.blocks) if options.operators else None
