@@ -163,7 +163,7 @@ def test_gradients_are_those_of_the_plain_run():
 
 
 def test_products_of_nested_tensors():
-    # Rows of 3 and of 2 through a layer of 8 and 4: 2*5*8*4 flops. The layer was taken apart for sizes that are symbols.
+    # Five rows through a layer of 8 and 4: 2*5*8*4 flops. The layer was taken apart as for a plain tensor.
     layer = nn.Linear(8, 4)
     rows = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
 
