@@ -160,3 +160,14 @@ def test_gradients_are_those_of_the_plain_run():
         counted = gradients()
 
     assert all(map(torch.equal, plain, counted))
+
+
+def test_products_of_nested_tensors():
+    # Five rows through a layer of 8 and 4: 2*5*8*4 flops. The layer was taken apart as for a plain tensor.
+    layer = nn.Linear(8, 4)
+    rows = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
+
+    with FlopCounter() as counter:
+        layer(rows)
+
+    assert counter.total == 2 * 5 * 8 * 4

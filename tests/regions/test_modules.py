@@ -596,3 +596,17 @@ def test_of_an_installed_package_no_more_is_reached_than_what_a_forward_may_meet
     assert {one.__module__.partition(".")[0] for one in world.bindings.functions} == {"transformers"}
     assert len(world.bindings.functions) < 20
     assert config in world.bindings.objects
+
+
+class Comparing(Codebook):
+    """Compares its buffers, as containers of tensors do."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        return self.mean == other.mean
+
+
+def test_a_module_with_an_equality_of_its_own():
+    # What a forward changes is noted for each module, and was found again by `==`.
+    assert is_as_plain(lambda: Comparing(4))

@@ -13,6 +13,7 @@ operators.py          operators by name, and flops of attention with groups of h
 accelerators.py       the capabilities of each kind of device, and the devices that this process uses
 flags.py              settings that decide which kernel computes a number
 modules.py            the common class of batch norms, and state of modules outside of the modules
+weak.py               a dict whose keys are weak and compared by identity
 modes.py              function and dispatch modes
 fakes.py              tensors without data
 transforms.py         torch.func, forward-mode differentiation, batched gradients

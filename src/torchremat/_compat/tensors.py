@@ -60,6 +60,14 @@ is_wrapper_subclass: Callable[[Tensor], bool] = private(
     "utils._python_dispatch.is_traceable_wrapper_subclass", needed_for="counting the bytes of tensors"
 )
 
+_jagged: type = private("nested._internal.nested_tensor.NestedTensor", needed_for="counting flops")
+
+
+def is_jagged(kind: type) -> bool:
+    """Return whether a class is that of nested tensors of the jagged layout."""
+    return kind is _jagged
+
+
 no_torch_function: Any = private("_C._disabled_torch_function_impl", needed_for="releasing gradients in the backward")
 
 

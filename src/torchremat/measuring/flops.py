@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat._compat.operators import has_kernel
+from torchremat._compat.tensors import is_jagged
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.structure import tensors_in
@@ -61,6 +62,12 @@ class FlopCounter(EagerMode):
         self._adding = threading.Lock()
 
     def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
+        for kind in types:
+            if is_jagged(kind):
+                # Its operators are counted as those on plain tensors of which its class makes them. As they are, they
+                # do not decompose, and their sizes are symbols.
+                with self:
+                    return kind.__torch_dispatch__(func, types, args, kwargs or {})
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Operation, args: Args, named: Mapping[str, object]) -> object:

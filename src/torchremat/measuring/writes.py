@@ -131,7 +131,6 @@ class Writes:
                 "it write to buffers (`register_buffer`), or write outside of it, after its backward."
             )
 
-
     def _has_put_back_parts(self, wrapper: Versioned) -> bool:
         if not is_wrapper(wrapper.tensor) or not all(map(self._copies.has, parts_of(wrapper.tensor))):
             return False

@@ -67,8 +67,8 @@ def check_separable(optimizer: Optimizer) -> None:
         numbers.put_back()
     if drawing:
         raise UnsupportedError(
-            f"{name}: a step on a {' or a '.join(drawing)} draws random numbers, as one that rounds at random does, and "
-            "in parts each parameter would draw others. Keep its gradients and its state as they are."
+            f"{name}: a step on a {' or a '.join(drawing)} draws random numbers, as one that rounds at random does, "
+            "and in parts each parameter would draw others. Keep its gradients and its state as they are."
         )
     if found:
         raise UnsupportedError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
+from typing import cast
 
 from torch import nn
 
@@ -50,7 +51,7 @@ def lines_of(model: nn.Module) -> dict[str, str]:
     """Return file and line of the code of each module's forward, by the name of the module."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        code = getattr(inspect.unwrap(forward_of_class(module)), "__code__", None)
+        code = getattr(inspect.unwrap(cast("Callable[..., object]", forward_of_class(module))), "__code__", None)
         if isinstance(code, CodeType):
             found[name] = shown_line(code.co_filename, code.co_firstlineno)
     return found

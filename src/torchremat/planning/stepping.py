@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import nn
 
+from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import PlanError, UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import Optimizer
@@ -193,7 +194,7 @@ def stepping_as(
 
 # By the module of a model that has the plan on it: copies of the model, which have it too, train with an optimizer of
 # their own.
-_on: WeakKeyDictionary[nn.Module, SteppingHandles] = WeakKeyDictionary()
+_on: WeakIdentityDict[nn.Module, SteppingHandles] = WeakIdentityDict()
 
 
 def belongs_to(module: nn.Module, handles: SteppingHandles) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
-from weakref import WeakSet, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchremat._compat.weak import WeakIdentityDict
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.regions.rehearsals import is_rehearsing
@@ -31,7 +32,7 @@ class Trained:
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:
         self._model = None if model is None else ref(model)
         self._device = device
-        self._met = WeakSet[nn.Module]()
+        self._met: WeakIdentityDict[nn.Module, None] = WeakIdentityDict()
         self._models: list[ref[nn.Module]] = []
         self._optimizers: list[ref[Optimizer]] = []
         self._ends: Callable[[], object] | None = None
@@ -40,7 +41,7 @@ class Trained:
         """Record a module that is called: a part of the model, or of a copy that also has the plan on it."""
         if module in self._met:
             return
-        self._met.add(module)
+        self._met[module] = None
         model = None if self._model is None else self._model()
         is_part = model is not None and any(one is module for one in model.modules())
         found = module if model is None or not is_part else model

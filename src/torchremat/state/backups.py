@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.sharding import is_hook_of_fsdp
+from torchremat._compat.weak import WeakIdentityDict
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hiding
 from torchremat.state.world import World
@@ -52,7 +53,7 @@ _NORMS = (
 )  # fmt: skip
 
 # The names that forwards of a module have changed, by training mode. See NOTE [ Which tensors a forward changes ]
-_changed: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+_changed: WeakIdentityDict[nn.Module, dict[bool, frozenset[str]]] = WeakIdentityDict()
 
 
 class Backup(NamedTuple):

@@ -266,7 +266,7 @@ class Slots(_OfItem):
 
 
 class ScriptState(_OfItem):
-    """The buffers and the other attributes of a scripted module, which are in C++; its parameters are not among them."""
+    """The buffers and the other attributes of a scripted module, which are in C++; not its parameters."""
 
     __slots__ = ("_names",)
 

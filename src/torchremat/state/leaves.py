@@ -23,7 +23,6 @@ import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.sharding import Shard, all_shards, is_dtensor
+from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import UnsupportedError
 from torchremat.state.containers import Dict
 from torchremat.tensors.versioned import Versioned
@@ -63,7 +63,7 @@ def put_hooks_back(tensors: list[Tensor], hooks: list[tuple[Dict | None, Dict | 
 
 
 # By module and name. The module alone keeps alive the objects reached through a shard.
-_shards: WeakKeyDictionary[nn.Module, dict[str, Shard]] = WeakKeyDictionary()
+_shards: WeakIdentityDict[nn.Module, dict[str, Shard]] = WeakIdentityDict()
 
 
 class WatchedShard(NamedTuple):

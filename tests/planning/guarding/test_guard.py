@@ -671,3 +671,20 @@ def test_a_large_buffer_is_copied_before_the_first_step_alone():
     with pytest.raises(GuardError, match="attempts=2 are used up"), guard(model, step, attempts=2) as run:
         run(FIRST)
     assert torch.equal(model.table, torch.ones(200, 200))
+
+
+class Comparing(nn.Linear):
+    """Compares its parameters, as containers of tensors do."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        return self.weight == other.weight
+
+
+def test_modules_with_an_equality_of_their_own():
+    model = nn.Sequential(Comparing(4, 4), nn.BatchNorm1d(4), Comparing(4, 4))
+
+    with guard(model, step) as run:
+        run(torch.ones(3, 4))
+        run(torch.ones(3, 4))

@@ -19,13 +19,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
-from weakref import ReferenceType, WeakSet
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import GuardError, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
@@ -61,7 +62,7 @@ R = TypeVar("R")
 _LARGE_BYTES = 65536
 
 # Two guards that put plans on one model would remove each other's.
-_guarded: WeakSet[nn.Module] = WeakSet()
+_guarded: WeakIdentityDict[nn.Module, None] = WeakIdentityDict()
 
 
 class GuardedStep(Generic[P, R]):
@@ -350,14 +351,14 @@ def guard(
     run: GuardedStep[P, R] = GuardedStep(model, step, backward or _backward, settings)
     modules = list(model.modules())
     try:
-        _guarded.update(modules)
+        _guarded.update(dict.fromkeys(modules))
         if plan is not None:
             run._applied.replace(plan)
         yield run
     finally:
         run._end()
         for one in modules:
-            _guarded.discard(one)
+            _guarded.pop(one, None)
 
 
 def _backward(result: object) -> None:

@@ -44,7 +44,10 @@ def likely_causes(
         operator: The operator of the recompute that saved the first differing tensor, None if no operator did.
     """
     causes = [*_changes(found), *_draws(recording, found)]
-    for search in (_scripted, _training, _precision, _differs_each_time, _written, _branch, _compiled):
+    searches = [_training, _precision, _differs_each_time, _written, _branch, _compiled]
+    # That it saves other tensors has hardly another cause; that a value differs may have many.
+    searches.insert(len(searches) if difference.kind == "values" else 0, _scripted)
+    for search in searches:
         if search is _written and causes:
             continue  # it names everything read there; given a better cause it would blame innocent code
         causes += search(recording, call, difference, found, operator)
@@ -90,10 +93,11 @@ def _scripted(
     recording: Recording, call: int, difference: Difference, found: Rerun, operator: LoggedOperator | None
 ) -> Iterator[Cause]:
     del recording, call, operator
-    if found.reach.scripted and difference.kind != "values":
+    if found.reach.scripted:
+        after = "may round otherwise" if difference.kind == "values" else "saves other tensors"
         yield Cause(
             f"`{found.reach.scripted[0]}` is scripted, and TorchScript rewrites its code in the first two calls, after "
-            "which it saves other tensors",
+            f"which it {after}",
             "Run a forward and a backward once without the region, in train mode and with inputs of such shapes.",
         )
 
