@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -82,7 +82,7 @@ known_flags = (
 def _of_einsum(name: str) -> NumericFlag:
     """Return a setting of the order in which a product of three tensors and more is computed."""
     # An assignment binds the name in the module that users see; until then it has the value of the one beneath.
-    above, beneath = vars(torch.backends.opt_einsum), _beneath
+    above, beneath = cast("dict[str, Any]", vars(torch.backends.opt_einsum)), _beneath
     return NumericFlag(
         lambda: above.get(name, beneath.get(name)),
         lambda value: (above if name in above else beneath).__setitem__(name, value),
@@ -96,10 +96,14 @@ def _flushes_denormals() -> bool:
     return _SMALL * _SMALL == 0.0  # torch has no other way to ask
 
 
+def _flush_denormals(value: bool) -> None:
+    torch.set_flush_denormal(value)
+
+
 _SMALL = 1e-160
 # The other flags that this build of torch supports.
 other_flags = (
-    NumericFlag(_flushes_denormals, torch.set_flush_denormal),
+    NumericFlag(_flushes_denormals, _flush_denormals),
     NumericFlag(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     _of_einsum("enabled"),
     _of_einsum("strategy"),
