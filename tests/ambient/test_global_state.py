@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from weakref import ref
 
@@ -101,6 +102,7 @@ def set_variable(value):
 
 
 # How to read it, how to change it for a block, and what is read in the block and outside of it.
+EINSUM = (not torch.backends.opt_einsum.enabled, bool(torch.backends.opt_einsum.enabled))
 ENTRIES = {
     "autocast, cpu": (
         autocast_of("cpu"),
@@ -164,6 +166,29 @@ ENTRIES = {
         lambda: setting(torch._C._set_mkldnn_enabled, False, True),
         False,
         True,
+    ),
+    "nnpack": (
+        lambda: torch._C._get_nnpack_enabled(),
+        lambda: setting(torch._C._set_nnpack_enabled, False, True),
+        False,
+        True,
+    ),
+    "fast path of attention": (
+        lambda: torch.backends.mha.get_fastpath_enabled(),
+        lambda: setting(torch.backends.mha.set_fastpath_enabled, False, True),
+        False,
+        True,
+    ),
+    "einsum": (
+        lambda: bool(torch.backends.opt_einsum.enabled),
+        lambda: setting(partial(setattr, torch.backends.opt_einsum, "enabled"), *EINSUM),
+        *EINSUM,
+    ),
+    "denormal numbers": (
+        lambda: float(torch.full((), 1e-39) * 1.0) == 0.0,
+        lambda: setting(torch.set_flush_denormal, True, False),
+        True,
+        False,
     ),
     "mkldnn, deterministic": (
         lambda: torch._C._get_mkldnn_deterministic(),

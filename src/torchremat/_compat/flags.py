@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from math import prod
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -79,30 +80,41 @@ known_flags = (
 )
 
 
-def _of_einsum(name: str) -> NumericFlag:
-    """Return a setting of the order in which a product of three tensors and more is computed."""
-    # An assignment binds the name in the module that users see; until then it has the value of the one beneath.
-    above, beneath = vars(torch.backends.opt_einsum), _beneath
-    return NumericFlag(
-        lambda: above.get(name, beneath.get(name)),
-        lambda value: (above if name in above else beneath).__setitem__(name, value),
-    )
+# The reads below are functions of C: all flags are read around each forward and each recompute.
 
 
-_beneath: dict[str, Any] = vars(_bind("backends.opt_einsum.m"))
+def _name(space: dict[str, Any], name: str) -> NumericFlag:
+    def write(value: object) -> None:
+        if value is None:
+            space.pop(name, None)
+        else:
+            space[name] = value
+
+    return NumericFlag(partial(space.get, name), write)
 
 
-def _flushes_denormals() -> bool:
-    return _SMALL * _SMALL == 0.0  # torch has no other way to ask
+def _flush_denormals(product: float) -> None:
+    torch.set_flush_denormal(product == 0.0)
 
 
-_SMALL = 1e-160
+# torch cannot be asked for it: a denormal number on the way makes this product 0. To compare one would flush it too.
+_DENORMAL = NumericFlag(partial(prod, (1e-160, 1e-160, 1e160)), _flush_denormals)
+_FAST_PATH = NumericFlag(
+    partial(cast("dict[str, Any]", vars(torch.backends.mha)).get, "_is_fastpath_enabled"),
+    torch.backends.mha.set_fastpath_enabled,
+)
+# The order in which a product of three tensors and more is computed. An assignment binds the name in the module that
+# users see; until then the name has the value in the one beneath.
+_EINSUM = tuple(
+    _name(vars(module), name)
+    for module in (torch.backends.opt_einsum, _bind("backends.opt_einsum.m"))
+    for name in ("enabled", "strategy")
+)
 # The other flags that this build of torch supports.
 other_flags = (
-    NumericFlag(_flushes_denormals, torch.set_flush_denormal),
-    NumericFlag(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    _of_einsum("enabled"),
-    _of_einsum("strategy"),
+    _DENORMAL,
+    _FAST_PATH,
+    *_EINSUM,
     _flag("nnpack_enabled"),
     _flag("deterministic_fill_uninitialized_memory"),
     _flag("mkldnn_enabled"),

@@ -23,7 +23,7 @@ def plain_cells(function: object) -> list[object] | None:
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
     reads = reads_of(function.__code__)
-    files = [*map(function.__globals__.get, reads.names)]
+    files: list[object] = [*map(function.__globals__.get, reads.names)]
     if reads.imports or not _FILES.issuperset(map(type, files)):
         return None
     contents: list[object] = []

@@ -36,7 +36,7 @@ def changed(stamps: Iterable[Stamp]) -> list[Tensor]:
 def _same(now: int | Tensor | None, then: int | Tensor) -> bool:
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return now.device == then.device and torch.equal(now, then)
-    return type(now) is type(then) and now == then
+    return isinstance(now, int) and isinstance(then, int) and now == then
 
 
 def _bits(tensor: Tensor) -> int | Tensor | None:
