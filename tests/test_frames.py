@@ -1,7 +1,9 @@
+import sys
+
 import torch
 from torch import nn
 
-from torchremat.frames import running, running_modules, steps_of, user_frame
+from torchremat.frames import running, running_modules, runs_in, steps_of, user_frame
 
 
 class Inner(nn.Module):
@@ -47,6 +49,25 @@ def test_the_modules_that_run():
     outer = Outer()
 
     assert outer(lambda: list(running_modules())) == [outer.inner, outer]
+
+
+def test_whether_code_of_a_file_runs():
+    assert Outer()(lambda: runs_in(__file__, ("Inner.",)))
+    assert not Outer()(lambda: runs_in(__file__, ("Innermost.",)))
+    assert not Outer()(lambda: runs_in(torch.__file__, ("Inner.",)))
+    assert not runs_in(__file__, ("Inner.",))
+
+
+def test_who_asks_for_each_operator_walks_the_stack_in_one_function():
+    # A generator and a predicate took two functions a frame, and a model in a plan lies 35 frames deep.
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        Outer()(lambda: runs_in("nowhere", ()))
+    finally:
+        sys.setprofile(None)
+
+    assert called[called.index("<lambda>") :] == ["<lambda>", "runs_in"]
 
 
 def test_the_steps_of_a_traceback_are_outermost_first():

@@ -10,6 +10,7 @@ import time
 import weakref
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -137,15 +138,15 @@ def test_backward_is_part_of_the_trace():
     assert trace.live_bytes_at(backward) == 4 + 4096
 
 
-def rows(events):
-    return [tuple(event) for event in events.tolist()]
+def matched(events, **calls):
+    return [tuple(event) for event in _matched(np.array(events), **calls).tolist()]
 
 
 def test_a_foreign_free_of_the_cpu_does_not_count():
     # Address 7 was allocated before the block; its 512 may be the size of an earlier owner of the address.
     events = [(1, 5, 100), (2, 7, -512), (3, 5, -100)]
 
-    assert rows(_matched(events)) == [(1, 5, 100), (3, 5, -100)]
+    assert matched(events) == [(1, 5, 100), (3, 5, -100)]
 
 
 def test_a_foreign_free_of_a_device_counts():
@@ -160,7 +161,7 @@ def test_what_a_collective_has_allocated_and_nobody_is_seen_to_free_counts_until
     # is freed unseen for good; 7 is freed by the caller, later; 8 was not allocated in a collective, and stays.
     events = [(1, 8, 1), (12, 5, 100), (14, 7, 300), (30, 5, 50), (31, 5, -50), (35, 7, -300), (44, 6, 200)]
 
-    found = rows(_matched(events, calls=[10, 20, 40, 50]))
+    found = matched(events, calls=[10, 20, 40, 50])
 
     assert found == [*events[:3], (20, 5, -100), *events[3:], (50, 6, -200)]
 
@@ -184,7 +185,7 @@ def test_an_address_that_comes_back_without_a_free_ends_the_old_allocation():
     # Its free was in a thread that torch does not watch.
     events = [(1, 5, 100), (2, 5, 300), (3, 5, -300)]
 
-    assert rows(_matched(events)) == [(1, 5, 100), (2, 5, -100), (2, 5, 300), (3, 5, -300)]
+    assert matched(events) == [(1, 5, 100), (2, 5, -100), (2, 5, 300), (3, 5, -300)]
 
 
 def test_tensors_without_bytes_make_no_event():

@@ -19,6 +19,7 @@ from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import Slot
 from torchremat.regions.threads import Now, plainly, thread
 from torchremat.state.backups import Backups
+from torchremat.state.containers import Dicts
 from torchremat.state.following import objects
 from torchremat.state.reach import reach
 from torchremat.state.world import World

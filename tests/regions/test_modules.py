@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from logs import Count
 from probes.regions import Backups, World, reach
 from regions.comparing import equal, leaf, same
-from torchremat import MutationError, checkpoint, checkpointed, extend, wrap
+from torchremat import Host, MutationError, checkpoint, checkpointed, extend, wrap
 
 
 class Net(nn.Module):
@@ -583,6 +583,37 @@ def test_a_backward_inside_of_a_forward_that_changes_what_another_left_alone():
         return [x.grad, *net.buffers()]
 
     assert all(map(torch.equal, train(checkpoint), train(lambda f, x: f(x))))
+
+
+def tanh(x):
+    return x.tanh()
+
+
+def keep_nothing(context, operator, *args, **kwargs):
+    return False
+
+
+def as_its_own(module):
+    module.forward = tanh
+    return wrap(module, "")
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "is_inert"),
+    [
+        (lambda module: module, True),
+        (lambda module: wrap(module, ""), True),
+        (lambda module: wrap(nn.Sequential(module), "0"), True),
+        (lambda module: wrap(module, "", policy=keep_nothing), False),
+        (lambda module: wrap(module, "", guard=[[1]]), False),
+        (lambda module: wrap(module, "", store=Host()), False),
+        (as_its_own, False),
+    ],
+    ids=["plain", "wrapped", "inside", "policy", "guard", "store", "own forward"],
+)
+def test_a_wrapper_runs_no_code_but_its_modules_if_the_user_gave_it_none(wrapped, is_inert):
+    # What is inert is not looked at once more after each recompute. That a module was wrapped counted as code.
+    assert reached(wrapped(nn.Tanh())).is_inert == is_inert
 
 
 def test_of_an_installed_package_no_more_is_reached_than_what_a_forward_may_meet():

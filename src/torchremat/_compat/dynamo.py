@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.binding import RELEASE, private
-from torchremat.frames import TORCH, running
+from torchremat.frames import TORCH, runs_in
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -121,7 +121,7 @@ def enters_compiled_code(code: CodeType) -> bool:
 
 def runs_compiled_code() -> bool:
     """Return whether compiled code is on the caller's stack; it runs eagerly there, since a mode is on."""
-    return "torch._dynamo" in sys.modules and any(enters_compiled_code(frame.f_code) for frame in running())
+    return "torch._dynamo" in sys.modules and runs_in(_FILE, _NAMES)
 
 
 def is_compiled(item: object) -> bool:

@@ -74,24 +74,27 @@ class ProfilerRecorder(AllocationRecorder):
         self._marked[mark] = (label, time.time_ns())
         # An object that an error keeps alive may mark its end late, in the block of another recorder with its own ids.
         if not self._has_ended:
-            _emit(mark)
+            emit(f"{_MARK}{mark}")
         return mark
 
     def _finish(self, roots: Iterable[ProfilerEvent]) -> None:
         """Build the trace from the profiler's events."""
-        # Each attribute of an event is a C++ call, and events are many: read once. A stack instead of recursion, since
-        # trees are as deep as the calls. Parents first, so that equal times keep their order.
-        raw, marked_ns, calls = list[tuple[int, int, int]](), dict[int, int](), list[int]()
-        waiting, device = [*roots][::-1], self.device
+        # Each attribute of an event is a C++ call, and events are many: read once, as numbers alone, since a tuple for
+        # each would call the collector. A stack instead of recursion, since trees are as deep as the calls. Parents
+        # first, so that equal times keep their order.
+        raw, marked_ns, calls = list[int](), dict[int, int](), list[int]()
+        waiting, device, begins = [*roots][::-1], self.device, len(_MARK)
+        is_alone = torch.accelerator.current_accelerator() is None  # then each allocation is the CPU's
         while waiting:
             node = waiting.pop()
             name = node.name
             if name == MEMORY:
                 one = node.extra_fields
-                if type(one) is ALLOCATION and one.device == device:  # else an event that only shares the name
-                    raw.append((node.start_time_ns, one.ptr, one.alloc_size))
+                # Else an event that only shares the name.
+                if type(one) is ALLOCATION and (is_alone or one.device == device):
+                    raw += (node.start_time_ns, one.ptr, one.alloc_size)
             elif name.startswith(_MARK):
-                marked_ns[int(name[len(_MARK) :])] = node.start_time_ns
+                marked_ns[int(name[begins:])] = node.start_time_ns
             else:
                 if name == _CALL:
                     calls.append(node.start_time_ns)
@@ -101,7 +104,7 @@ class ProfilerRecorder(AllocationRecorder):
                 "the block started a profiler of its own, which took the place of the one that records allocations. "
                 "Take the profiler out of the step."
             )
-        columns = _matched(raw, calls=sorted(calls))
+        columns = _matched(np.array(raw, np.int64).reshape(-1, 3), calls=sorted(calls))
         marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
         positions = np.searchsorted(columns[:, 0], [time_ns for _, time_ns in marked]).tolist()
         marks = [
@@ -146,7 +149,7 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
     try:
         with uninterrupted():  # an interrupt in the middle would leave it unknown whether a profiler has to be stopped
             start_profiler()
-        _emit(_BLOCK)
+        emit(f"{_MARK}{_BLOCK}")
         with errors_alone(), settled_collectives(_call):
             yield recorder
     finally:
@@ -194,10 +197,6 @@ def _active() -> UnsupportedError:
     )
 
 
-def _emit(mark: int) -> None:
-    emit(f"{_MARK}{mark}")
-
-
 @contextmanager
 def _call() -> Generator[None]:
     emit(_CALL)
@@ -207,15 +206,14 @@ def _call() -> Generator[None]:
         emit(_CALL)
 
 
-def _matched(events: Sequence[tuple[int, int, int]], *, calls: Sequence[int] = ()) -> NDArray[np.int64]:
+def _matched(events: NDArray[np.int64], *, calls: Sequence[int] = ()) -> NDArray[np.int64]:
     """Return the events that can be trusted, in order. See NOTE [ Frees of foreign memory ].
 
     Args:
-        events: Time, address and bytes of each.
+        events: Each a row of its time, address and bytes.
         calls: Start and end times of collectives, alternating. See NOTE [ Who frees what gloo has worked on ].
     """
-    rows = np.array(events, np.int64).reshape(-1, 3)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    rows = events[np.argsort(events[:, 0], kind="stable")]
     order = np.argsort(rows[:, 1], kind="stable")
     born, following = rows[order], np.roll(order, -1)
     is_last = born[:, 1] != np.roll(born[:, 1], -1)

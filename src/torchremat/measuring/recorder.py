@@ -120,10 +120,6 @@ class StepRecorder(EagerMode):
                 record.shown[storage] = taken_bytes(memory)
         return found
 
-    def _values_of(self, tensor: Tensor) -> list[int]:
-        """Return the numbers of the values that a tensor has now; none if it has no visible memory."""
-        return [self._value(memory, tensor) for memory in memories_of(tensor)]
-
     def close(self) -> None:
         """Record no more frees."""
         self._storages.clear()
@@ -202,8 +198,8 @@ class StepRecorder(EagerMode):
                 for tensor in written_by(op_info.writes, args, named):
                     self._written(tensor)
                 return self._flops.run(func, args, named)
-        tensors = tensors_in((args, dict(named)))
-        reads = dict.fromkeys(value for tensor in tensors for value in self._values_of(tensor))
+        tensors = tensors_in((args, dict(named)) if named else args)
+        reads = dict.fromkeys([self._value(memory, tensor) for tensor in tensors for memory in memories_of(tensor)])
         flops, call, storages = self._flops.total, self.call, self._count
         begins = self.mark()
         start_s = self._seconds()
@@ -219,8 +215,10 @@ class StepRecorder(EagerMode):
         for tensor in written_by(op_info.writes, args, named):
             makes.update(dict.fromkeys(self._written(tensor)))
         for tensor in tensors_in(result):
-            new = (value for value in self._values_of(tensor) if record.values[value].storage >= storages)
-            makes.update(dict.fromkeys(new))
+            for memory in memories_of(tensor):
+                value = self._value(memory, tensor)
+                if record.values[value].storage >= storages:
+                    makes[value] = None
         record.events.append(
             Run(
                 op_info=op_info,
@@ -239,6 +237,8 @@ class StepRecorder(EagerMode):
 
 
 def _signature(op_info: OpInfo, tensors: list[Tensor], args: Args, kwargs: Mapping[str, object]) -> tuple[object, ...]:
-    shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
-    numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))
-    return (id(op_info), shapes, numbers)
+    shapes = tuple([(tuple(one.shape), one.dtype, one.device.type) for one in tensors])
+    return (id(op_info), shapes, tuple([one for one in (*args, *kwargs.values()) if isinstance(one, _NUMBERS)]))
+
+
+_NUMBERS = (bool, int, float, str, torch.dtype)

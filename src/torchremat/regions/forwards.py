@@ -54,6 +54,7 @@ class WrappedForward:
         own: The instance attribute from before.
         owner: The object that put it there, for the code that takes it off: copies of the module have the same or an
             equal one.
+        runs_code: Whether a call may run more of the user's code than the forward of the module's class.
     """
 
     def __init__(
@@ -71,6 +72,10 @@ class WrappedForward:
         self.scope = scope
         self.own = own
         self.owner = owner
+        is_plain = (
+            settings.policy is None and not settings.guard if isinstance(settings, Settings) else settings is None
+        )
+        self.runs_code = not is_plain or scope is not None or own is not None
         function = self.function
         self.__doc__ = function.__doc__
         vars(self)["__module__"] = getattr(function, "__module__", None)
@@ -183,7 +188,7 @@ def _cannot_be_scripted(name: str) -> _MissingError:
 
 
 # Attributes of this object, not of the original forward: without them it is not initialized yet, or is no method.
-_OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "__func__"})
+_OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "runs_code", "__func__"})
 
 
 class UnboundForward:

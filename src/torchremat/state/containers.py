@@ -26,12 +26,12 @@ def _kind(own: Dict) -> type[Dict]:
 
 
 def keys_of(own: Dict) -> Iterable[Any]:
-    """Return the keys of a dict, bypassing any override in its class."""
-    return _kind(own).__iter__(own)
+    """Return a view of the keys of a dict, bypassing any override in its class."""
+    return _kind(own).keys(own)
 
 
 def values_of(own: Dict) -> Iterable[Any]:
-    """Return the values of a dict, bypassing any override in its class."""
+    """Return a view of the values of a dict, bypassing any override in its class."""
     return _kind(own).values(own)
 
 
@@ -166,22 +166,26 @@ class Dicts:
         values: All of their values, one dict after the other.
     """
 
-    __slots__ = ("_dicts", "_empty", "_keys", "_keys_of", "_sizes", "_values_of", "values")
+    __slots__ = ("_dicts", "_empty", "_key_views", "_keys", "_sizes", "_value_views", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
         # Most tables of modules, hooks above all, are empty, which is the cheapest property to check: a built-in dict
-        # is false then. A subclass may run code when it is asked, so where one is among them, none is set apart.
-        is_built_in = _BUILT_IN.issuperset(map(type, dicts))
-        self._empty = [*filterfalse(None, dicts)] if is_built_in else []
-        self._dicts = dicts = [*filter(None, dicts)] if is_built_in else dicts
-        self._sizes = [*map(size_of, dicts)]
-        # C functions, as this runs for each call of each region; for subclasses that keep an order the functions are
-        # ours.
-        is_plain = _PLAIN.issuperset(map(type, dicts))
-        self._keys_of: Callable[[Dict], Iterable[Any]] = iter if is_plain else keys_of
-        self._values_of: Callable[[Dict], Iterable[Any]] = dict.values if is_plain else values_of
-        self._keys: list[Any] = [*chain.from_iterable(map(self._keys_of, dicts))]
-        self.values: list[Any] = [*chain.from_iterable(map(self._values_of, dicts))]
+        # is false then. A subclass may run code when it is asked, so it counts as filled.
+        built_in = dicts if _BUILT_IN.issuperset(map(type, dicts)) else [one for one in dicts if type(one) in _BUILT_IN]
+        self._empty = [*filterfalse(None, built_in)]
+        plain = [*filter(None, built_in)]
+        if not _PLAIN.issuperset(map(type, plain)):
+            plain = [one for one in plain if type(one) is dict]
+        others: list[Dict] = []
+        if len(self._empty) + len(plain) < len(dicts):
+            others = [one for one in dicts if type(one) is not dict and (type(one) not in _BUILT_IN or one)]
+        self._dicts = [*plain, *others]
+        self._sizes = [*map(size_of, self._dicts)]
+        # Views show the contents of any later moment, and are read in C, as this runs for each call of each region.
+        self._key_views: list[Iterable[Any]] = [*plain, *map(keys_of, others)]
+        self._value_views = [*map(dict.values, plain), *map(values_of, others)]
+        self._keys: list[Any] = [*chain.from_iterable(self._key_views)]
+        self.values: list[Any] = [*chain.from_iterable(self._value_views)]
 
     def with_values(self, values: list[Any]) -> Dicts:
         """Return the same dicts with other values in place of these."""
@@ -200,14 +204,14 @@ class Dicts:
         return (
             not any(self._empty)
             and [*map(size_of, self._dicts)] == self._sizes
-            and not any(map(is_not, chain.from_iterable(map(self._values_of, self._dicts)), self.values))
+            and not any(map(is_not, chain.from_iterable(self._value_views), self.values))
             and self._has_keys()
         )
 
     def _has_keys(self) -> bool:
         try:
             # A list compares by identity first, and only where that differs by equality, as a dict does.
-            return [*chain.from_iterable(map(self._keys_of, self._dicts))] == self._keys
+            return [*chain.from_iterable(self._key_views)] == self._keys
         except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
             return False
 
@@ -217,9 +221,7 @@ class Dicts:
         written = {id(own) for own in self._empty if size_of(own) and _write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
         if [*map(size_of, dicts)] == self._sizes and self._has_keys():
-            changed = [
-                *compress(count(), map(is_not, chain.from_iterable(map(self._values_of, self._dicts)), self.values))
-            ]
+            changed = [*compress(count(), map(is_not, chain.from_iterable(self._value_views), self.values))]
             place = 0
             for index in changed:
                 while starts[place + 1] <= index:

@@ -303,10 +303,14 @@ def follow_proxy(world: World, proxy: Any) -> None:
 
 
 def follow_ours(world: World, item: object) -> None:
-    """Follow a callable of this package to the user's callable that it wraps."""
-    world.runs_code = True
+    """Follow a callable of this package to the user's callable that it wraps.
+
+    What it runs itself changes nothing that is reached. If it says so in `runs_code`, it wraps no code but a module's.
+    """
     slots = Slots.of(item)
     own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
+    if own.get("runs_code", True):
+        world.runs_code = True
     world.pending += [own[name] for name in ("body", "own", "function") if name in own]
     if "_module" in own:  # of a wrapped module's forward, which holds the module weakly
         world.pending.append(cast("Callable[[], object]", own["_module"])())
