@@ -25,7 +25,7 @@ from torchremat.ambient.global_state import only_watches
 from torchremat.ambient.registry import Ambient, numpy_random, python_random, register, registered, unregister
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, stored_in
 from torchremat.regions.decisions import AnyPolicy as Policy
-from torchremat.state.holders import Guarded
+from torchremat.state.guarded import Guarded
 from torchremat.tensors.handles import Handle, Store
 
 __all__ = [

@@ -21,7 +21,7 @@ from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, reads_of
 from torchremat.state.following.objects import reach_arguments
-from torchremat.state.holders import looks_after_itself
+from torchremat.state.guarded import looks_after_itself
 from torchremat.state.naming import name_of
 from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach

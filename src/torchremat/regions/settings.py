@@ -11,7 +11,7 @@ from torch import Tensor
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import AnyPolicy, AskedPolicy, describe
 from torchremat.regions.slots import Recomputable
-from torchremat.state.holders import check_named
+from torchremat.state.guarded import check_named
 
 Check = Literal["metadata", "values", "none"]
 

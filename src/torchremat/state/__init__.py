@@ -10,7 +10,9 @@ NOTE [ The world of a call ]
 In reading order:
 
 containers.py  built-in containers, and the contents of many dicts in one piece: copied, compared, refilled
-holders.py     the contents of every other mutable object, and objects that users name or that manage their own state
+holders.py     the contents of every other mutable object
+foreign.py     state outside of Python's: arrays, random numbers, scripted modules
+guarded.py     objects that users name, which may manage their own state
 code.py        the names that a piece of code reads, and whose code is followed
 world.py       everything reachable from a function and its arguments
 following/     the references of each kind of object

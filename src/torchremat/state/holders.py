@@ -1,26 +1,16 @@
-"""Mutable objects other than dicts: their contents, read, compared by identity, and written back.
-
-Also the objects that users name in `guard=`, some of which manage their own state.
-"""
+"""Mutable objects other than dicts: their contents, read, compared by identity, and written back."""
 
 from __future__ import annotations
 
-import random
 import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from torchremat.errors import UnsupportedError
-from torchremat.state.containers import ABSENT, MUTABLE, Dict, copied, holds_same, make
+from torchremat.state.containers import ABSENT, Dict, copied, holds_same, make
 
 
 class Holder(ABC):
@@ -50,7 +40,7 @@ class Holder(ABC):
         return self
 
 
-class _OfItem(Holder):
+class ItemHolder(Holder):
     """A holder that is not the object itself."""
 
     __slots__ = ("_item",)
@@ -64,7 +54,7 @@ class _OfItem(Holder):
         return self._item
 
 
-class Container(_OfItem):
+class Container(ItemHolder):
     """A list, deque, set or bytearray."""
 
     __slots__ = ()
@@ -231,7 +221,7 @@ class ClassValues(ClassData):
         return [*self.values(), ()]
 
 
-class Slots(_OfItem):
+class Slots(ItemHolder):
     """The attributes of an object whose class has `__slots__`."""
 
     __slots__ = ("_names",)
@@ -265,45 +255,7 @@ class Slots(_OfItem):
                 object.__delattr__(self._item, name)
 
 
-class ScriptState(_OfItem):
-    """The buffers and the other attributes of a scripted module, which are in C++; not its parameters."""
-
-    __slots__ = ("_names",)
-
-    def __init__(self, module: torch.jit.ScriptModule) -> None:
-        super().__init__(module._c)
-        attributes = cast("dict[str, tuple[object, bool]]", module._concrete_type.get_attributes())
-        self._names = [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
-
-    def read(self) -> dict[str, object]:
-        """Return its current contents."""
-        found = {name: self._item.getattr(name) for name in self._names}
-        return {name: value for name, value in found.items() if isinstance(value, _SCRIPT_VALUES)}
-
-    def is_same(self, before: dict[str, object]) -> bool:
-        """Return whether it holds what `read` returned: the very tensors, and equal values of other types."""
-        return all(_is_same_in_script(self._item.getattr(name), value) for name, value in before.items())
-
-    def write(self, contents: dict[str, object]) -> None:
-        """Set its contents to what `read` returned."""
-        for name, before in contents.items():
-            if not _is_same_in_script(self._item.getattr(name), before):
-                self._item.setattr(name, before)
-
-
-# What Python can read and write; a list or a dict is a copy each time.
-_SCRIPT_VALUES = (Tensor, types.NoneType, bool, int, float, complex, str, list, tuple, dict)
-
-
-def _is_same_in_script(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if isinstance(now, Tensor) or isinstance(before, Tensor) or type(now) is not type(before):
-        return False
-    return holds_same(now, before)
-
-
-class ThreadLocal(_OfItem):
+class ThreadLocal(ItemHolder):
     """The attributes of a `threading.local` in the running thread, which need not be that of the forward."""
 
     __slots__ = ()
@@ -323,105 +275,3 @@ class ThreadLocal(_OfItem):
     @property
     def _own(self) -> Dict:
         return cast("Dict", threading.local.__getattribute__(self._item, "__dict__"))
-
-
-class _ForeignKind(NamedTuple):
-    """How the state of a kind of foreign object is read, written and compared."""
-
-    read: Callable[[Any], object]
-    write: Callable[[Any, Any], None]
-    is_same: Callable[[Any, Any], bool]
-
-
-# By base class. Random numbers of NumPy are written without a comparison, which costs as much.
-_FOREIGN: dict[type, _ForeignKind] = {
-    random.Random: _ForeignKind(
-        read=lambda item: item.getstate(),
-        write=lambda item, state: item.setstate(state),
-        is_same=lambda item, state: item.getstate() == state,
-    ),
-    np.ndarray: _ForeignKind(
-        read=lambda item: item.copy(),
-        write=lambda item, state: item.__setitem__(..., state),
-        is_same=lambda item, state: np.array_equal(item, state, equal_nan=item.dtype.kind in "fc"),
-    ),
-    np.random.RandomState: _ForeignKind(
-        read=lambda item: item.get_state(),
-        write=lambda item, state: item.set_state(state),
-        is_same=lambda item, state: False,
-    ),
-    np.random.Generator: _ForeignKind(
-        read=lambda item: deepcopy(item.bit_generator.state),
-        write=lambda item, state: setattr(item.bit_generator, "state", state),
-        is_same=lambda item, state: False,
-    ),
-}
-FOREIGN = tuple(_FOREIGN)
-
-
-class Foreign(_OfItem):
-    """An object whose state lives outside of Python: an array, or random numbers of Python or NumPy."""
-
-    __slots__ = ("_kind",)
-
-    def __init__(self, item: object) -> None:
-        super().__init__(item)
-        self._kind = next(kind for base, kind in _FOREIGN.items() if isinstance(item, base))
-
-    @classmethod
-    def of(cls, item: object) -> Foreign | None:
-        """Return the holder for an object, None if the object has no state or does not expose it."""
-        if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
-            return None
-        return cls(item)
-
-    def read(self) -> object:
-        """Return its current contents."""
-        return self._kind.read(self._item)
-
-    def is_same(self, before: Any) -> bool:
-        """Return whether its state is known to be unchanged."""
-        return self._kind.is_same(self._item, before)
-
-    def write(self, contents: Any) -> None:
-        """Set its contents to what `read` returned."""
-        self._kind.write(self._item, contents)
-
-
-@runtime_checkable
-class Guarded(Protocol):
-    """An object that can save and restore its own state."""
-
-    def snapshot(self) -> object:
-        """Return a copy of the current state, which later changes do not reach."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Restore the state that `snapshot` returned. May be called many times with the same value."""
-        ...
-
-
-def looks_after_itself(one: object) -> bool:
-    """Return whether an object has `snapshot()` and `restore(state)`, and is no module."""
-    return isinstance(one, Guarded) and not isinstance(one, nn.Module)
-
-
-def check_named(one: object) -> None:
-    """Refuse to guard an object without contents that can be restored.
-
-    Raises:
-        UnsupportedError: It is a tensor, a class, a constant, or an object that exposes none of its state.
-    """
-    if (
-        isinstance(one, (Tensor, type))
-        or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
-        or not (
-            isinstance(one, (Guarded, nn.Module, torch.Generator, *FOREIGN, *MUTABLE))
-            or hasattr(one, "__dict__")
-            or Slots.of(one) is not None
-        )
-    ):
-        raise UnsupportedError(
-            f"guard: the contents of {type(one).__name__} cannot be restored; name the object that holds it, or give "
-            "it `snapshot()` and `restore(state)`."
-        )

@@ -70,7 +70,7 @@ from torchremat.state.following.objects import (
     follow_uninitialized,
     watch_tensor,
 )
-from torchremat.state.holders import FOREIGN
+from torchremat.state.foreign import FOREIGN
 from torchremat.state.world import LEADS_NOWHERE, World
 
 Visit = Callable[[World, Any], None]

@@ -16,7 +16,7 @@ from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
 from torchremat.state.containers import Dict, Dicts, other, with_others
 from torchremat.state.following.objects import LONG
-from torchremat.state.holders import Guarded, looks_after_itself
+from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.stamps import changed, stamped

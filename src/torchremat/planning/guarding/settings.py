@@ -14,7 +14,7 @@ from torchremat.errors import PlanError, UnsupportedError
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.plans import Plan
-from torchremat.state.holders import check_named
+from torchremat.state.guarded import check_named
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from torchremat.measuring.step import held_within, is_iterator
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.measuring.writes import Place, is_plain
 from torchremat.planning.guarding.gradients import Gradients
-from torchremat.state.holders import looks_after_itself
+from torchremat.state.guarded import looks_after_itself
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World

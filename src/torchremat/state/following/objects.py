@@ -21,7 +21,8 @@ from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import permanent
 from torchremat.state.containers import Dict
 from torchremat.state.following.code import follow_class
-from torchremat.state.holders import Container, Foreign, ScriptState, Slots, ThreadLocal
+from torchremat.state.foreign import Foreign, ScriptState
+from torchremat.state.holders import Container, Slots, ThreadLocal
 from torchremat.state.leaves import watch
 from torchremat.state.world import LEADS_NOWHERE, World
 from torchremat.tensors.parts import attributes_of, is_wrapper
