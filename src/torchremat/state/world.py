@@ -56,15 +56,17 @@ class World:
         files: The Python modules that were met as values of attributes and items.
         asked: How many names of attributes had been read when names were last looked up in these.
         homes: The names of the Python modules that these classes are from.
+        methods: Those of packages' classes, to be followed when nothing else is left.
+        in_file: By id, these methods and the functions that they name, which are followed within their file.
         has_cached: Whether the cache of parametrizations was reached.
         is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
-        "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes",
-        "is_argument", "is_named", "is_whole", "loose", "met", "modules", "named", "optimizers", "passes_versions",
-        "pending", "proxied", "rest", "roots", "runs_code", "seen", "sets_generators", "shards", "state", "tables",
-        "tensors", "waits",
+        "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes", "in_file",
+        "is_argument", "is_named", "is_whole", "loose", "met", "methods", "modules", "named", "optimizers",
+        "passes_versions", "pending", "proxied", "rest", "roots", "runs_code", "seen", "sets_generators", "shards",
+        "state", "tables", "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -94,6 +96,8 @@ class World:
         self.files: list[types.ModuleType] = []
         self.asked = -1
         self.homes: set[str] = set()
+        self.methods: list[types.FunctionType] = []
+        self.in_file: set[int] = set()
         self.has_cached = False
         self.is_argument = False
         self.is_named = False

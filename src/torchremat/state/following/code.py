@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchremat.ambient.global_state import WATCHES
-from torchremat.state.code import class_code, is_installed, is_library, is_library_class, reads_of
+from torchremat.state.code import ClassCode, class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
 from torchremat.state.holders import ClassData, ClassValues, contents_of
 from torchremat.state.world import World
@@ -46,16 +46,32 @@ def follow_function(world: World, function: types.FunctionType) -> None:
     file = function.__globals__.get("__name__")
     if file in world.homes or not is_installed(file):
         world.called |= reads.attributes
-    if reads.imports:
-        _follow_values(world, _imported(function.__globals__, reads.imports), reads.attributes)
+        world.passes_versions |= reads.passes_versions
     if reads.sets_generators:
         world.sets_generators = True
-    if reads.passes_versions:
-        world.passes_versions = True
-    if reads.names:
-        _follow_values(world, world.bindings.add_names(function.__globals__, reads.names), reads.attributes)
+    if id(function) in world.in_file:
+        _follow_in_file(world, function.__globals__, reads.names)
+    else:
+        if reads.imports:
+            _follow_values(world, _imported(function.__globals__, reads.imports), reads.attributes)
+        if reads.names:
+            _follow_values(world, world.bindings.add_names(function.__globals__, reads.names), reads.attributes)
     if reads.names or reads.stores:
         world.runs_code = True
+
+
+def _follow_in_file(world: World, space: Dict, names: tuple[str, ...]) -> None:
+    """Follow what names in a method of a package are bound to, and functions named there, within their file."""
+    file = space.get("__name__")
+    pairs = [(name, space.get(name)) for name in names]
+    names = tuple(
+        name
+        for name, one in pairs
+        if not isinstance(one, types.ModuleType) and getattr(one, "__module__", file) == file
+    )
+    values = world.bindings.add_names(space, names)
+    world.in_file.update(map(id, values))
+    world.pending += values
 
 
 def _follow_values(world: World, values: list[object], attributes: Set[str]) -> None:
@@ -130,7 +146,7 @@ def follow_builtin(world: World, builtin: types.BuiltinMethodType) -> None:
 def follow_method(world: World, method: types.MethodType) -> None:
     """Follow a bound method to its object and its function."""
     world.runs_code = True
-    world.pending += (method.__self__, method.__func__)
+    world.pending += (method.__func__, method.__self__)  # first the object, whose file its class tells
 
 
 def follow_class(world: World, kind: type) -> None:
@@ -147,13 +163,32 @@ def follow_class(world: World, kind: type) -> None:
                 world.seen.add(id(one))
                 data = ClassData(cast("type", one), names)
                 world.rest.append(data)
-                world.pending += data.values()
+                values = data.values()
+                if is_installed(one.__module__):
+                    world.methods += [value for value in values if type(value) is types.FunctionType]
+                    values = [value for value in values if type(value) is not types.FunctionType]
+                world.pending += values
 
 
 def follow_methods(world: World) -> None:
-    """Follow those methods of the classes met that some code names."""
-    for code, followed in list(world.classes.values()):
-        wanted = (code.always | (world.called & code.methods.keys())) - followed
+    """Follow the methods of the classes met that always run; if none is left, those that some code may name.
+
+    A name says little: `x.to` may mean that of any class. So these methods of a package are followed within their file;
+    from file to file they would lead through half of what is installed.
+    """
+    for code, followed in [*world.classes.values()]:
+        world.pending += _methods(code, code.always - followed)
+        followed |= code.always
+    if world.pending:
+        return
+    found, world.methods = world.methods, []
+    for code, followed in [*world.classes.values()]:
+        wanted = (world.called & code.methods.keys()) - followed
         followed |= wanted
-        for name in wanted:
-            world.pending += [one for found in code.methods[name] if (one := found()) is not None]
+        found += _methods(code, wanted)
+    world.pending += found
+    world.in_file.update(id(one) for one in found if is_installed(one.__module__))
+
+
+def _methods(code: ClassCode, names: Set[str]) -> list[types.FunctionType]:
+    return [one for name in names for method in code.methods[name] if (one := method()) is not None]
