@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logs import Count
+from logs import Count, Log
 from probes.planning import Bandwidth, Speed
 from torchremat import BudgetError, Disk, Host, loop, measure
 
@@ -204,7 +204,7 @@ def test_a_real_store_is_measured_and_gradients_are_the_same():
 
 
 def test_while_a_step_is_measured_a_move_counts_as_half_a_step():
-    wave, schedules = Wave(), []
+    wave, schedules = Wave(), Log()
 
     options = {"slots": 3, "stores": (Store(0.0),), "on_schedule": schedules.append}
     measure(lambda: loop(wave.body, wave.h0, length=40, **options)[0].sum())

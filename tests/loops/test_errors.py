@@ -1,6 +1,6 @@
 """A body that a loop cannot run, and options that it cannot honour: each by name, before anything is half done."""
 
-import random
+from importlib import import_module
 
 import pytest
 import torch
@@ -138,8 +138,11 @@ def test_a_body_that_reads_what_it_writes():
 
 
 @pytest.mark.parametrize("options", [{}, {"check": "values"}])
-def test_a_body_that_draws_from_a_generator_that_is_not_registered(options):
-    last, _ = loop(lambda h, x: ((h * w * random.random()).sin(), None), h0, length=5, slots=2, **options)
+def test_a_body_that_draws_out_of_sight_from_a_generator_that_is_not_registered(options):
+    def body(h, _):
+        return (h * w * import_module("random").random()).sin(), None
+
+    last, _ = loop(body, h0, length=5, slots=2, **options)
 
     with pytest.raises(CheckpointError, match="Python's `random`"):
         last.sum().backward()

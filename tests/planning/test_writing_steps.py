@@ -354,6 +354,33 @@ def test_an_iterator_that_ends_is_named(call):
         CALLS[call](net(), lambda model: loss_of(model, next(loader)))
 
 
+class Ahead:
+    """Batches from a buffer of its own, each read one ahead of its turn."""
+
+    def __init__(self):
+        self.source = iter(range(100))
+        self.following, self.buffer = next(self.source), torch.zeros_like(BATCH)
+
+    def __next__(self):
+        number, self.following = self.following, next(self.source)
+        return number, self.buffer.copy_(BATCH)
+
+
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - FORWARDS))
+def test_an_iterator_has_advanced_as_a_whole(call):
+    batches, numbers = Ahead(), Log()
+
+    def step(model):
+        number, batch = next(batches)
+        numbers.append(number)
+        return loss_of(model, batch)
+
+    CALLS[call](net(), step)
+
+    assert next(batches)[0] == len(numbers)
+    assert numbers == [*range(len(numbers))]
+
+
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - FORWARDS))
 def test_what_is_used_up_out_of_reach_is_told(call):
     @only_watches

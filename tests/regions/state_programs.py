@@ -93,13 +93,14 @@ def helper(t):
 def function(t):
     global calls
     calls += 1
-    return helper(t) * (1 + 0.1 * len(numbers)) / calls
+    return helper(t) * (1 + 0.1 * len(numbers)) / calls + 0 * gain
 
 
 def other(t):
-    return helper(t) * 0.5 * gain
+    return helper(t) * 0.5 * gain + 0 * calls * len(numbers)
 
 
+# They read the same names: those of code that a forward itself puts into a function are not seen before it.
 CODES = (function.__code__, other.__code__)
 
 

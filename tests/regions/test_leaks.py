@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from logs import Hidden
+from logs import Hidden, Log
 from planning.steps import each
 from probes.regions import Call, Region, RegionRecompute, Slot, open_sessions, thread, top_saved_tensor_hooks
 from torchremat import (
@@ -442,7 +442,7 @@ def test_a_pipe_that_is_planned_leaves_nothing_behind(collecting, without_collec
 def test_a_graph_that_a_report_has_left_cannot_go_backward(collecting):
     model, _ = collecting
     wrap(model, "*")
-    kept = []
+    kept = Log()
 
     def step(model):
         kept.append(model(torch.ones(4, 8)).sum())

@@ -9,7 +9,7 @@ Restored, whether the block ends or raises (KeyboardInterrupt included; one that
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and objects reachable from them: the same objects
     optimizer        the same: wrapped optimizers, options, state; so learning rates, and a scheduler that a hook runs
-    the step         everything else that it reaches: lists, dicts, attributes, closures, global names
+    the step         everything else that it reaches, without iterators: lists, attributes, closures, global names
     parameters       `requires_grad`, hooks; values as `writes` describes, else an error is raised
     shards           parameters gathered by FSDP2 are freed, so that each run begins as the first step did
 
@@ -17,7 +17,7 @@ An optimizer that steps in the block is refused before it has written anything.
 
 Not restored: the tensors that a lazy module makes in its first forward, a tensor with a graph that an attribute held
 and no longer holds, containers of more than a thousand items that the step reaches, generators that the step made
-itself, an iterator that has advanced.
+itself, an iterator, which has advanced.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def untouched(
     before = before or StateBefore(models, optimizer, tensors)
     world, modules, leaves = before.world, before.world.modules, before.leaves
     beside = World()
+    beside.leaves_iterators = True
     beside.skip_all_of(world)
     reach(beside, [] if step is None else [step])
     reshard(modules)

@@ -59,14 +59,15 @@ class World:
         methods: Those of packages' classes, to be followed when nothing else is left.
         in_file: By id, these methods and the functions that they name, which are followed within their file.
         has_cached: Whether the cache of parametrizations was reached.
+        leaves_iterators: Whether objects with `__next__` are left alone: where their items come from has advanced.
         is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
         "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes", "in_file",
-        "is_argument", "is_named", "is_whole", "loose", "met", "methods", "modules", "named", "optimizers",
-        "passes_versions", "pending", "proxied", "rest", "roots", "runs_code", "seen", "sets_generators", "shards",
-        "state", "tables", "tensors", "waits",
+        "is_argument", "is_named", "is_whole", "leaves_iterators", "loose", "met", "methods", "modules", "named",
+        "optimizers", "passes_versions", "pending", "proxied", "rest", "roots", "runs_code", "seen",
+        "sets_generators", "shards", "state", "tables", "tensors", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -99,6 +100,7 @@ class World:
         self.methods: list[types.FunctionType] = []
         self.in_file: set[int] = set()
         self.has_cached = False
+        self.leaves_iterators = False
         self.is_argument = False
         self.is_named = False
         self.is_whole = False

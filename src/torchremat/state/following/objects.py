@@ -244,6 +244,8 @@ def follow_tuple(world: World, item: Iterable[object]) -> None:
 
 def follow_object(world: World, item: object) -> None:
     """Follow a user object into its attributes and its class."""
+    if world.leaves_iterators and hasattr(type(item), "__next__"):
+        return
     try:
         own = cast("Dict", object.__getattribute__(item, "__dict__"))  # a class may have its own, which is user code
     except AttributeError:
