@@ -1,5 +1,6 @@
 """The search on profiles that no model has, and on models that nobody would write: a plan, or an error of ours."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -74,6 +75,22 @@ def test_whatever_the_bytes_are_there_is_a_lowest_peak_and_what_is_found_fits(na
     for limit in (plain, (floor + plain) // 2, floor - 1):
         found = search.solve(limit)
         assert found is None or found.prediction.peak_bytes <= limit
+
+
+class MostlyNothing(random.Random):
+    """Draws nothing in most places, and a great amount in the others."""
+
+    def choice(self, amounts):
+        return 0 if self.random() < 0.93 else amounts[-1]
+
+
+def test_stages_that_need_no_bytes_of_their_own_have_a_lowest_peak():
+    # The limit of a table was doubled until it was enough, from 0.
+    own, rng = grains_of("encoder and decoder"), MostlyNothing(84)
+    pair = ProfilePair(blocks=figures(own.blocks, rng), leaves=figures(own.leaves, rng))
+    search = Search(pair, PlanOptions(cost="flops", operators=False), search_budget=SearchBudget())
+
+    assert search.floor.prediction.peak_bytes <= search.plain.prediction.peak_bytes
 
 
 # ---------------------------------------------------------------------------------------------------- models

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchremat
+from logs import Log
 from probes.planning import device_of
 
 H100 = device_of("h100")
@@ -107,14 +108,14 @@ def test_autocast_of_cuda_is_there_without_cuda():
 
 
 def test_autocast_of_cuda_computes_norms_in_float32():
-    model, x, seen = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), torch.randn(64, 16), set()
+    model, x, seen = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), torch.randn(64, 16), Log()
 
     def step(model):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             y = model[1](model[0](x))
-            seen.add((model[0](x).dtype, y.dtype, y.bfloat16().softmax(-1).dtype))
+            seen.append((model[0](x).dtype, y.dtype, y.bfloat16().softmax(-1).dtype))
             return y.sum()
 
     planner(model, step)
 
-    assert seen == {(torch.bfloat16, torch.float32, torch.float32)}
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}

@@ -249,7 +249,7 @@ class Solver:
     @property
     def _lowest_table(self) -> Persistent:
         """The table of the lowest limits for which it has trees."""
-        limit = self._step_bytes
+        limit = max(1, self._step_bytes)  # it grows by a factor
         found = self.table_within(limit)
         while found.lowest_slots > found.most_slots and limit < self._highest_bytes:
             limit *= _FINER
