@@ -120,7 +120,7 @@ def is_library(module: str | None) -> bool:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Return whether a module belongs to an installed package, whose code is followed within one file."""
+    """Return whether a module belongs to an installed package other than these."""
     root = (module or "").partition(".")[0]
     origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
     # Of any environment: one may lie on top of another.
