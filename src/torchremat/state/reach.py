@@ -15,8 +15,8 @@ generators: `random.uniform` is a method of one. Functions of these libraries ar
 decorator of theirs holds the user's function there. Code of other installed packages is followed from file to file, but
 for methods that do not always run: they are followed within their file. The names of attributes that it reads are not
 asked of the classes met, unless it is in the file of one: `x.to` in any package would lead into the `to` of each model.
-Of its classes that are no modules, only the objects are followed, and values that code names. For an optimizer its options are reached; all of its contents are, including an optimizer that
-it wraps, if it is requested whole.
+Of its classes that are no modules, only the objects are followed, and values that code names. For an optimizer its
+options are reached; all of its contents are, including an optimizer that it wraps, if it is requested whole.
 
 Missing on purpose: names that are computed at run time, iterators, files, state held by C++. Containers of more than a
 thousand items are not followed either, unless they come with the arguments: such a container is a table, and no state

@@ -177,17 +177,19 @@ def follow_methods(world: World) -> None:
     from file to file they would lead through half of what is installed.
     """
     for code, followed in [*world.classes.values()]:
-        world.pending += _methods(code, code.always - followed)
-        followed |= code.always
+        if wanted := code.always - followed:
+            world.pending += _methods(code, wanted)
+            followed |= wanted
     if world.pending:
         return
     found, world.methods = world.methods, []
     for code, followed in [*world.classes.values()]:
-        wanted = (world.called & code.methods.keys()) - followed
-        followed |= wanted
-        found += _methods(code, wanted)
-    world.pending += found
-    world.in_file.update(id(one) for one in found if is_installed(one.__module__))
+        if wanted := (world.called & code.methods.keys()) - followed:
+            found += _methods(code, wanted)
+            followed |= wanted
+    if found:
+        world.pending += found
+        world.in_file.update([id(one) for one in found if is_installed(one.__module__)])
 
 
 def _methods(code: ClassCode, names: Set[str]) -> list[types.FunctionType]:
