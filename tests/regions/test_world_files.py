@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from probes.regions import World, reach
 from regions.comparing import leaf, same
 from torchremat import checkpoint
 
@@ -29,6 +30,22 @@ def scaled(x):
 PACKAGE = {
     "__init__": "from . import handlers\nfrom .api import apply",
     "api": "from .handlers import stacked\n\ndef apply(x):\n    return (x * stacked()).exp()",
+    "layers": """
+from torch import nn
+from .api import apply
+from .hub import upload
+
+def sizes(model):
+    return [one.shape for one in model.parameters()]
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return apply(super().forward(x))
+
+    def push(self):
+        return upload(self, sizes(self))
+""",
+    "hub": "def upload(model, sizes):\n    return [one.data.numpy() for one in model.parameters()], sizes",
     "handlers": """
 STACK, gain = [], 1.0
 
@@ -163,6 +180,18 @@ def test_another_file_of_a_package(where, package):
 
     assert left_before_backward(lambda x: package.apply(x), around)
     assert left_before_backward(lambda x: apply(x), around)
+
+
+def test_a_method_of_a_package_that_need_not_run_leads_through_its_own_file_alone(package):
+    # `x.to` means the `to` of every model, which led through half of what is installed, and to code that names `data`.
+    layer, world = import_module("package_of_handlers.layers").Layer(4, 4), World()
+
+    reach(world, [layer])
+
+    followed = {one.__name__ for one in world.bindings.functions}
+    assert {"forward", "apply", "stacked", "push", "sizes"} <= followed
+    assert "upload" not in followed
+    assert not world.passes_versions
 
 
 def test_attributes_of_a_thread(settings):

@@ -78,21 +78,21 @@ def _follow_values(world: World, values: list[object], attributes: Set[str]) -> 
     """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
     values, seen = [*values], set[int]()
     while values:
-        file = values.pop()
-        if not isinstance(file, types.ModuleType) or not _is_file(type(file)):
-            world.pending.append(file)
-            if isinstance(file, type) and is_installed(file.__module__) and not issubclass(file, nn.Module):
-                _follow_names(world, file, attributes)
+        one = values.pop()
+        if not isinstance(one, types.ModuleType) or not _is_file(type(one)):
+            world.pending.append(one)
+            if isinstance(one, type) and is_installed(one.__module__) and not issubclass(one, nn.Module):
+                _follow_names(world, one, attributes)
             continue
-        if id(file) in seen:
+        if id(one) in seen:
             continue
-        seen.add(id(file))
+        seen.add(id(one))
         # Not by `getattr`: some modules import others when they are asked for an attribute.
-        space = vars(file)
+        space = vars(one)
         wanted = attributes & space.keys()
-        if is_library(file.__name__):
+        if is_library(one.__name__):
             # Its own names are no state, but random numbers are: `numpy.random.rand` is bound to a generator.
-            values += [one for one in map(space.get, wanted) if isinstance(one, _LEADS_ON)]
+            values += [value for value in map(space.get, wanted) if isinstance(value, _LEADS_ON)]
         else:
             values += world.bindings.add_names(space, tuple(wanted))
 
