@@ -105,7 +105,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         try:
             yield
         finally:
-            with hiding():  # whoever copies what a step is about to write would take these values for those before it
+            with hiding():  # a copy of what a step is about to write would have these values
                 for put in put_back:
                     put()
             for one, entries in before.items():

@@ -4,7 +4,7 @@ NOTE [ Moves that are interrupted ]
 A thread may be interrupted in the middle of any line, and a disk may stop answering. What interrupts a move, SystemExit
 too, does not end the thread, and the work is done again. Repeating is safe: a write writes the same bytes to the same
 place, a read goes to fresh memory. What interrupts every move is no interrupt but an error: after `_MOST_FAILURES` in a
-row, with nothing moved between them, the threads end, and whoever waits or puts is told. If no thread could be started,
+row, with nothing moved between them, the threads end, and each wait and each put raises. If no thread could be started,
 the waiter does the work itself. If nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are
 needed: a tensor that is not written yet is still in memory, so reading it takes no disk.
 

@@ -73,7 +73,7 @@ class ProfilePair:
         return tuple(one for one in (self.blocks, self.leaves, self.around) if one is not None)
 
     def each(self, make: Callable[[Profile], Profile]) -> ProfilePair:
-        """Return the same with another profile for each: whoever makes some makes them all."""
+        """Return the same with another profile for each, so that none is left out."""
         leaves, around = (None if one is None else make(one) for one in (self.leaves, self.around))
         return ProfilePair(blocks=make(self.blocks), leaves=leaves, around=around)
 
