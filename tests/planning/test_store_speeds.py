@@ -200,7 +200,8 @@ def test_when_in_doubt_nothing_is_stored(timed, monkeypatch, gained_share, sprea
     store_profile = replace(
         planner.solver.store_profiles[0], speed=replace(planner.solver.store_profiles[0].speed, spread=spread)
     )
-    monkeypatch.setattr(planner.solver.storing, "store_profiles", (store_profile,))
+    for search in (planner.solver, planner.solver.storing):
+        monkeypatch.setattr(search, "store_profiles", (store_profile,))
 
     found = planner.solver.solve(limit)
 
