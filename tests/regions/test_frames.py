@@ -20,8 +20,9 @@ from torchremat import checkpoint, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 
 OURS = str(Path(torchremat.__file__).parent)
-# Comprehensions are functions up to Python 3.11, and later versions run them in place.
-COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+# Comprehensions are functions up to Python 3.11, and later versions run them in place. What is reported of a generator
+# differs as well.
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_of_the_drop_in():
 
 
 def test_of_a_reentrant_region():
-    assert of_each_way(lambda x: drop_in(sines, x, use_reentrant=True)) == (33, 49)
+    assert of_each_way(lambda x: drop_in(sines, x, use_reentrant=True)) == (31, 47)
 
 
 def test_of_a_wrapped_module(monkeypatch):
@@ -82,7 +83,7 @@ def test_of_a_wrapped_module(monkeypatch):
 
     # Of those in the forward 11 find and remember what the module reaches, and 1 finds which module is called; of those
     # in the backward 7 compare it. None compares it once more after the recompute: only code of torch's has run.
-    assert of_each_way(model) == (65, 114)
+    assert of_each_way(model) == (65, 112)
 
 
 def test_of_one_dict_of_a_class_of_its_own_among_many():
