@@ -1,11 +1,14 @@
 """Memory that ran out: the errors of hosts and devices, and what they hold."""
 
+import contextlib
 import gc
 import sys
 import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchremat.measuring.exhaustion import asked_bytes, held_bytes, is_out_of_memory, let_go
 
@@ -105,3 +108,53 @@ def test_who_lets_go_makes_no_cycle():
         assert held() is None
     finally:
         gc.enable()
+
+
+class Kept:
+    """What autograd has saved, to see when it goes."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+# torch leaves them to the thread's next backward; a step that is run again would begin beside all that they hold.
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_the_nodes_that_a_failed_backward_has_left_go(mode):
+    kept = []
+
+    def pack(tensor):
+        one = Kept(tensor)
+        kept.append(weakref.ref(one))
+        return one
+
+    def fail(_gradient):
+        raise MemoryError
+
+    def are_alive():
+        return any(one() is not None for one in kept)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+        loss = model(torch.ones(2, 8)).sum()
+    model[2].weight.register_hook(fail)
+    error = real(loss.backward)
+    del loss
+    error.__traceback__ = None
+    gc.collect()
+    assert are_alive()
+
+    with mode(), Operators() as operators:
+        let_go(error)
+
+    assert not are_alive()
+    assert operators.count == 0

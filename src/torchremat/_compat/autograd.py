@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ReferenceType, ref
 
+import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from torchremat._compat.binding import private
@@ -62,6 +63,17 @@ python_node: type = _bind("autograd.function.BackwardCFunction")
 
 # Runs a function when the running backward has ended. Autograd drops the function if the backward raises.
 at_end_of_backward: Callable[[Callable[[], None]], None] = _bind("autograd.Variable._execution_engine.queue_callback")
+
+_leaf = torch.ones((), device="cpu", requires_grad=True)
+
+
+def drop_left_nodes() -> None:
+    """Free the nodes that a failed backward has left in this thread's queue, with all that their graphs have saved.
+
+    The engine frees them in the thread's next backward, so this runs the smallest one, without any operator.
+    """
+    torch.autograd.grad(_leaf, _leaf, _leaf)
+
 
 # A view of the negative of a tensor, made by setting a bit.
 negated: Callable[[Tensor], Tensor] = private("_neg_view", needed_for="stores")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchremat._compat.autograd import drop_left_nodes
 from torchremat.tensors.sizes import parse_bytes
 
 # Messages of RuntimeErrors from torch and its libraries: the host's allocator; a driver call past the caching
@@ -66,10 +67,11 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def let_go(error: BaseException) -> None:
-    """Clear the frames of an error's traceback, which hold the local variables of the failed code.
+    """Free what the failed code has left: the local variables of the frames of its traceback, and autograd's nodes.
 
     Lines and names stay readable. Frames that still run are left alone.
     """
+    drop_left_nodes()
     for one in chain_of(error):
         for frame, _ in traceback.walk_tb(one.__traceback__):
             try:
