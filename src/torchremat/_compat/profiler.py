@@ -1,9 +1,11 @@
 """Torch's profiler: the lines that it and the allocators write to stderr, and a notice before a user starts one.
 
-Two kinds of lines, each stopped where it is made, so that everything else gets through:
+Three kinds of lines, each stopped where it is made, so that everything else gets through:
 
     USDT:... profiler_start       at each start and each stop, above the level of errors: only a level that also stops
                                   errors would stop it. So the output during these two calls is filtered.
+    ERROR:... gpuGetDeviceCount   at the first start, from a torch built for CUDA on a machine without a device; nothing
+                                  is wrong there.
     W... CPUAllocator.cpp:...     a warning for frees of older memory; code that records drops these frees by itself.
                                   Meanwhile the level of torch's own log is at errors.
 """
@@ -25,7 +27,7 @@ from torch.autograd import profiler
 
 from torchremat._compat.binding import overridden, private
 
-_NOISE = re.compile(rb"USDT:.*\bprofiler_(start|stop)\s*")
+_NOISE = re.compile(rb"USDT:.*\bprofiler_(start|stop)\s*|ERROR:.*\bgpuGetDeviceCount failed with code \d+\s*")
 _STDERR = 2
 _ERRORS = 2  # of torch's log: 0 is information, 1 a warning
 
