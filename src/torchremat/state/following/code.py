@@ -76,7 +76,8 @@ def _follow_in_file(world: World, space: Dict, names: tuple[str, ...]) -> None:
 
 def _follow_values(world: World, values: list[object], attributes: Set[str]) -> None:
     """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
-    values, seen = [*values], set[int]()
+    values = [*values]
+    seen: set[int] = set()
     while values:
         one = values.pop()
         if not isinstance(one, types.ModuleType) or not _is_file(type(one)):
