@@ -139,8 +139,7 @@ class Region(Recomputable):
         recording, settings = self.recording, self.settings
         number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
         if given is None:
-            found: list[Tensor] = []
-            objects: list[object] = []  # `list[object]()` takes ten times as long
+            found, objects = [], []  # `list[Tensor]()` takes ten times as long
             template = split_call(args, kwargs, found, objects)
             given = CallArguments(template, found, [], recording.inputs.take(found, last=last), objects=objects)
         recording.inputs.held += given.held
@@ -152,14 +151,13 @@ class Region(Recomputable):
         call.look(given, roots, guard=settings.guard, preserve_rng=settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
-        own = self._pack
+        own, run = self._pack, body
         pack, back = own if recording.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(noted, partial(observer.saved, self, number), pack)
             back = partial(told, observer.asked)
-        run = body
-        if self.settings.debug:
+        if settings.debug:
             call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
