@@ -72,9 +72,10 @@ def states_watched(watcher: Callable[[Tensor], None]) -> Generator[None]:
 def _equal(a: Tensor, b: Tensor) -> bool:
     # States are contiguous tensors of bytes on the CPU. `torch.equal` takes 20 times as long as C does; in a forward
     # that is longer than the rest of the region's overhead.
-    if _memcmp is None or a.nbytes != b.nbytes:
+    size = a.nbytes
+    if _memcmp is None or size != b.nbytes:
         return torch.equal(a, b)
-    return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+    return _memcmp(a.data_ptr(), b.data_ptr(), size) == 0
 
 
 def _find_memcmp() -> Callable[[int, int, int], int] | None:

@@ -19,7 +19,7 @@ from torchremat.ambient.registry import Captured, entries
 from torchremat.regions.diagnosis.operators import OperatorLog
 from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
-from torchremat.state.code import function_of, reads_of
+from torchremat.state.code import function_of
 from torchremat.state.following.objects import reach_arguments
 from torchremat.state.guarded import looks_after_itself
 from torchremat.state.naming import name_of
@@ -113,19 +113,18 @@ class Call:
             preserve_rng: Whether a recompute draws the same numbers.
         """
         tensors, objects, like = given.tensors, given.objects, given.like
-        self.ambient_state = ambient_state()
+        ambient = self.ambient_state = ambient_state()
         self.context = copy_context()
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
-        modes = self.ambient_state.modes if self.ambient_state.has_modes else ()
+        modes = ambient.modes if ambient.has_modes else ()
         is_bare = not (objects or guard or special or modes) and len(roots) == 1
-        contents = plain_cells(roots[0]) if is_bare else None
-        if contents is not None:
-            function = cast("FunctionType", roots[0])
-            reads = reads_of(function.__code__)
-            self.is_pure = not reads.names and ModuleType not in map(type, contents)
+        plain = plain_cells(roots[0]) if is_bare else None
+        if plain is not None:
+            reads, contents = plain
+            self.is_pure = not (reads.names or (contents and ModuleType in map(type, contents)))
             self.sets_generators = reads.sets_generators
             if contents:
-                self.cells = function.__closure__ or (), contents
+                self.cells = cast("FunctionType", roots[0]).__closure__ or (), contents
         elif is_bare and like is not None and like.world is not NOTHING and like.world.is_here():
             self.world, self.is_pure, self.sets_generators = like.world, like.is_pure, like.sets_generators
         else:

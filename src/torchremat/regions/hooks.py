@@ -36,7 +36,7 @@ def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> objec
 @unpacked_in_graphs(Slot, "unpack_of_region")
 def unpack(slot: Slot | Tensor) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
-    if isinstance(slot, Tensor):
+    if type(slot) is not Slot and isinstance(slot, Tensor):
         return slot  # See NOTE [ What is traced in a region ]
     # A tensor that is recomputed already is handed out without any lock: no other node asks for it.
     if slot.task != current_graph_task() or thread.now.recomputing:

@@ -83,7 +83,16 @@ class Inputs:
             tensors: The tensors among its arguments.
             last: Whether no further call follows, so that nothing needs to be remembered.
         """
-        known = self._known
+        known, every = self._known, self.held
+        sources: list[Source] = []
+        if last and not known:  # as below where nothing is known, for the only call of a region, as most are
+            numbers: dict[int, int] = {}
+            for tensor in tensors:
+                number = numbers.setdefault(id(tensor), len(every))
+                if number == len(every):
+                    every.append(self._kind(tensor))
+                sources.append(number)
+            return sources
         given = {id(tensor): tensor for tensor in tensors}
         for key in given.keys() & known.keys() if known else ():
             seen, version, _ = known[key]
@@ -92,9 +101,9 @@ class Inputs:
                 del known[key]
         for key in external_inputs(given, known):
             held = self._kind(given[key])
-            known[key] = (ref(given[key]), held.version, len(self.held))
-            self.held.append(held)
-        sources = [known[id(tensor)][2] for tensor in tensors]
+            known[key] = (ref(given[key]), held.version, len(every))
+            every.append(held)
+        sources += [known[id(tensor)][2] for tensor in tensors]
         if last:
             known.clear()
         return sources

@@ -129,14 +129,15 @@ class RegionRecompute:
         # The forward's own backward has left its gradients; the recompute's gradients are discarded. See Rule 6
         restored = Restored(call, without_gradients=refill.keeps)
         refill.written = restored.written
-        run, pack = partial(run_again, call, self._copies, restored.written), refill.pack
+        own = refill.pack
+        run, pack = partial(run_again, call, self._copies, restored.written), own
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), partial(self._pack_logged, self.log)
         if self.observed is not None:
             region, observer = self.observed
             observer.reruns(region, number)
             pack = partial(self._pack_told, pack)
-        if pack != refill.pack:
+        if pack is not own:
             pack = except_traced(pack)
         replay = None
         if call.selection is not None and self.checks:

@@ -95,14 +95,14 @@ class Refill:
         self.recording = recording
         self.key = key
         self.task = key if isinstance(key, int) and not retains_graph() else None
-        self.only = only if isinstance(only, int) else None
         self._slots = slots
         self._fresh = recording.fresh
         self._detached = detached
         self._ends_early = settings.early_stop and not returns
         if isinstance(only, int):
-            self.filled, self.needed = range(only, only + 1), only
+            self.only, self.filled, self.needed = only, range(only, only + 1), only
         else:
+            self.only = None
             self.filled = range(len(slots)) if only is None else only
             self.needed = last_needed(self.filled.stop, lambda index: waits(slots[index]()))
         self.last = self.needed

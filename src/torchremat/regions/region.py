@@ -94,8 +94,7 @@ class Region(Recomputable):
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
         self.waiting = Waiting()
         self._lock = _Lock()
-        session = active_session() if open_sessions else None
-        if session is not None and not thread.now.recomputing:
+        if open_sessions and (session := active_session()) is not None and not thread.now.recomputing:
             session.created(self)
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -140,7 +139,7 @@ class Region(Recomputable):
         recording, settings = self.recording, self.settings
         number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
         if given is None:
-            found, objects = list[Tensor](), list[object]()
+            found, objects = [], []  # `list[Tensor]()` takes twenty times as long
             template = split_call(args, kwargs, found, objects)
             given = CallArguments(template, found, [], recording.inputs.take(found, last=last), objects=objects)
         recording.inputs.held += given.held
@@ -152,21 +151,21 @@ class Region(Recomputable):
         call.look(given, roots, guard=settings.guard, preserve_rng=settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
-        pack, back = self._pack if recording.fingerprints is None else self._pack_with_values, unpack
+        own, run = self._pack, body
+        pack, back = own if recording.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(noted, partial(observer.saved, self, number), pack)
             back = partial(told, observer.asked)
-        run = body
-        if self.settings.debug:
+        if settings.debug:
             call.log = log_of(recording, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
-        if pack != self._pack:
+        if pack is not own:
             pack = except_traced(pack)
         choosing = None if choose is None else choose(call, tensors)
         if choosing is not None:
-            pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
+            pack, run = choosing.hook(pack, computes=pack is not own), partial(choosing.run, run)
         del tensors, given
         recording.calls.append(call)
         now = thread.now
@@ -395,6 +394,5 @@ class Region(Recomputable):
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:
-    alive = region()
-    if alive is not None:
+    if (alive := region()) is not None:
         alive.forget(key)

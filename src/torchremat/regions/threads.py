@@ -105,6 +105,16 @@ _KEY = "torchremat.now"
 _NOTHING_FROZEN: Mapping[object, Iterator[Frozen]] = {}
 
 
+class _NowOfAutograd:
+    """The state in a thread of autograd, which has none of its own under this name.
+
+    A `__getattr__` would do the same, and make each access to the state of any thread take twice as long.
+    """
+
+    def __get__(self, thread: Thread, _: object) -> Now:
+        return thread.there()
+
+
 class Thread(threading.local):
     """One thread.
 
@@ -114,17 +124,17 @@ class Thread(threading.local):
         around_loop: Returns a context that each loop runs its steps in.
     """
 
+    now = _NowOfAutograd()
+
     def __init__(self) -> None:
         self.on_carried: Callable[[object], None] | None = None
         self.around_loop: Callable[[], AbstractContextManager[None]] | None = None
         self._own = Now()
         if is_pythons_thread():
-            self.now = self._own
+            self.__dict__["now"] = self._own
 
-    def __getattr__(self, name: str) -> Now:
+    def there(self) -> Now:
         """Return the state in a thread of autograd."""
-        if name != "now":
-            raise AttributeError(name)
         there = get_from_tls(_KEY) if is_in_tls(_KEY) else None
         if there is not None:
             return cast("Now", there)
@@ -134,9 +144,9 @@ class Thread(threading.local):
 
     def begin(self, now: Now) -> Now:
         """Replace the state; return the earlier one, for `end`."""
-        had = self.now
-        if "now" in self.__dict__:
-            self.now = now
+        had, own = self.now, self.__dict__
+        if "now" in own:
+            own["now"] = now
         stash_in_tls(_KEY, now)
         now.is_shared = True
         return had
@@ -144,8 +154,9 @@ class Thread(threading.local):
     def end(self, had: Now) -> None:
         """Restore the state from before `begin`."""
         self.now.is_shared = False
-        if "now" in self.__dict__:
-            self.now = had
+        own = self.__dict__
+        if "now" in own:
+            own["now"] = had
         if had.is_shared:
             stash_in_tls(_KEY, had)
         else:

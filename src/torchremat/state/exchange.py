@@ -87,7 +87,8 @@ class Exchange:
 
     def _shown(self) -> dict[int, Any]:
         """Return the stand-ins that a recompute is shown, by the ids of the objects they replace."""
-        snapshot, shown = self._snapshot, dict[int, Any]()
+        snapshot = self._snapshot
+        shown: dict[int, Any] = {}
         if snapshot.backups is not None:
             shown.update(snapshot.backups.shown(self.written))
             for key in shown.keys() & self.written.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from torchremat.state.code import reads_of
+from torchremat.state.code import Reads, reads_of
 from torchremat.state.following.code import PASSIVE
 from torchremat.state.holders import contents_of
 from torchremat.state.reach import reach
@@ -14,17 +14,18 @@ _FILES = frozenset({types.ModuleType})
 _PLAIN = PASSIVE | _FILES
 
 
-def plain_cells(function: object) -> list[object] | None:
-    """Return the contents of a function's cells, if it obviously reaches nothing else that has state.
+def plain_cells(function: object) -> tuple[Reads, list[object]] | None:
+    """Return what a function reads and the contents of its cells, if it obviously reaches nothing else with state.
 
     Returns:
-        Numbers, strings and Python modules, since most functions hold nothing else; None if more is possible.
+        The contents are numbers, strings and Python modules, since most functions hold nothing else; None if more is
+        possible.
     """
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
     reads = reads_of(function.__code__)
-    files: list[object] = [*map(function.__globals__.get, reads.names)]
-    if reads.imports or not _FILES.issuperset(map(type, files)):
+    files: list[object] = [*map(function.__globals__.get, reads.names)] if reads.names else []
+    if reads.imports or (files and not _FILES.issuperset(map(type, files))):
         return None
     contents: list[object] = []
     if function.__closure__:
@@ -32,7 +33,9 @@ def plain_cells(function: object) -> list[object] | None:
         if reads.stores or not _PLAIN.issuperset(map(type, contents)):
             return None
         files += [one for one in contents if type(one) is types.ModuleType]
-    return None if function.__dict__ or (files and not _are_stateless(function.__code__, files)) else contents
+    if function.__dict__ or (files and not _are_stateless(function.__code__, files)):
+        return None
+    return reads, contents
 
 
 # By the id of a piece of code, which it keeps alive: the Python modules in which its names lead to no state.

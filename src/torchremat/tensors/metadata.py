@@ -19,7 +19,12 @@ def metadata_of(tensor: Tensor) -> Metadata:
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place, or -1 for an inference tensor, which does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        if tensor.is_inference():  # asking first takes longer than the answer
+            return -1
+        raise
 
 
 def agree(then: Metadata, now: Metadata) -> bool:

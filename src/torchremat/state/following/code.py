@@ -24,9 +24,12 @@ PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dt
 
 def follow_function(world: World, function: types.FunctionType) -> None:
     """Follow a function into its cells, defaults and attributes, and the global names that it reads."""
-    if WATCHES in function.__dict__:
+    own: Dict = function.__dict__
+    if WATCHES in own:
         return
-    if is_library(function.__globals__.get("__name__")):
+    space: Dict = function.__globals__
+    file = space.get("__name__")
+    if is_library(file):
         # A decorator holds the user's function there; its other contents are the library's own.
         world.push([one for one in contents_of(function.__closure__ or ()) if callable(one)])
         return
@@ -38,24 +41,23 @@ def follow_function(world: World, function: types.FunctionType) -> None:
         if not PASSIVE.issuperset(map(type, contents)):
             world.runs_code = True
     world.bindings.functions.append(function)
-    own = cast("Dict", function.__dict__)
     world.dicts.append(own)
     if own or function.__defaults__ or function.__kwdefaults__:
         world.runs_code = True
         world.push([*own.values(), *(function.__defaults__ or ()), function.__kwdefaults__])
-    file = function.__globals__.get("__name__")
     if file in world.homes or not is_installed(file):
         world.called |= reads.attributes
         world.passes_versions |= reads.passes_versions
     if reads.sets_generators:
         world.sets_generators = True
     if id(function) in world.in_file:
-        _follow_in_file(world, function.__globals__, reads.names)
+        if reads.names:
+            _follow_in_file(world, space, reads.names)
     else:
         if reads.imports:
-            _follow_values(world, _imported(function.__globals__, reads.imports), reads.attributes)
+            _follow_values(world, _imported(space, reads.imports), reads.attributes)
         if reads.names:
-            _follow_values(world, world.bindings.add_names(function.__globals__, reads.names), reads.attributes)
+            _follow_values(world, world.bindings.add_names(space, reads.names), reads.attributes)
     if reads.names or reads.stores:
         world.runs_code = True
 
@@ -63,20 +65,23 @@ def follow_function(world: World, function: types.FunctionType) -> None:
 def _follow_in_file(world: World, space: Dict, names: tuple[str, ...]) -> None:
     """Follow what names in a method of a package are bound to, and functions named there, within their file."""
     file = space.get("__name__")
-    pairs = [(name, space.get(name)) for name in names]
     names = tuple(
-        name
-        for name, one in pairs
-        if not isinstance(one, types.ModuleType) and getattr(one, "__module__", file) == file
+        [
+            name
+            for name in names
+            if not isinstance(one := space.get(name), types.ModuleType) and getattr(one, "__module__", file) == file
+        ]
     )
-    values = world.bindings.add_names(space, names)
-    world.in_file.update(map(id, values))
-    world.pending += values
+    if names:
+        values = world.bindings.add_names(space, names)
+        world.in_file.update(map(id, values))
+        world.pending += values
 
 
 def _follow_values(world: World, values: list[object], attributes: Set[str]) -> None:
     """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
-    values, seen = [*values], set[int]()
+    values = [*values]
+    seen: set[int] = set()
     while values:
         one = values.pop()
         if not isinstance(one, types.ModuleType) or not _is_file(type(one)):
