@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -139,13 +139,6 @@ _OPERATIONS = tuple((backend, operation) for backend in _BACKENDS for operation 
 
 # The reads of each operation, for code that only checks whether they are unchanged.
 precision_reads = tuple(partial(_get_precision, *one) for one in _OPERATIONS)
-
-
-def reading(reads: Sequence[Callable[[], object]]) -> Callable[[], tuple[object, ...]]:
-    """Return one function that returns the results of all `reads`; a loop over them takes a third longer."""
-    names = [f"read_{number}" for number in range(len(reads))]
-    calls = "".join(f"{name}(), " for name in names)
-    return eval(f"lambda: ({calls})", dict(zip(names, reads, strict=True)))
 
 
 class Precisions:

@@ -13,11 +13,12 @@ import types
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from functools import partial
+from operator import call
 from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags, precision_reads, reading
+from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags, precision_reads
 from torchremat._compat.modes import (
     dispatch_modes,
     function_modes,
@@ -62,12 +63,10 @@ _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu
 _LIKELY_TYPES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 # State that `GlobalState` does not cover. All of it is read before each forward and each recompute.
-_read_all = reading(
-    [
-        *(flag.read for flag in other_flags),
-        *precision_reads,
-        *(partial(torch.get_autocast_dtype, kind) for kind in _LIKELY_TYPES),
-    ]
+_READS = (
+    *(flag.read for flag in other_flags),
+    *precision_reads,
+    *(partial(torch.get_autocast_dtype, kind) for kind in _LIKELY_TYPES),
 )
 
 
@@ -97,7 +96,7 @@ class AmbientState:
         self._known = [flag.read() for flag in known_flags]
         self._others = [flag.read() for flag in other_flags]
         self._precisions = Precisions()
-        self._reads = _read_all()
+        self._reads = list(map(call, _READS))
         self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
         self._caches = torch.is_autocast_cache_enabled()
         self.casts = any(one.enabled for one in self._autocast)
@@ -120,7 +119,7 @@ class AmbientState:
 
         Infrastructure modes that were entered since may stay around a recompute, but a forward under them differs.
         """
-        if not self._state.check() or _read_all() != self._reads:
+        if not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
             return not self.has_modes
