@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from torchremat._compat.autograd import retains_graph
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.measuring.storages import StorageMap, address_of
 from torchremat.planning.exactness.comparison import Comparison
@@ -58,6 +59,7 @@ class WatchedUnit:
     dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
     recompute: int = -1
     recomputed: int = -1
+    is_retained: bool = False  # whether a backward has retained its graph, or another one has recomputed it again
     lost_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which saved inputs went in backward
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
@@ -219,6 +221,15 @@ class Watcher(UnitObserver):
         elif any(place == one for one, _ in own.boundary):
             own.lost_at[place] = self.mark("lost")
 
+    @property
+    def retained(self) -> list[str]:
+        """The modules whose graphs serve more than one backward.
+
+        If kept, their saved tensors stay for longer than the first; if not, they are recomputed for each.
+        """
+        units = (unit for unit, own in zip(self.units.units, self.watched, strict=True) if own.is_retained)
+        return [name for unit in units for name, _ in unit.keys]
+
     def settles(self, region: Recomputable) -> None:
         """See `Observer`."""
         self.since = self.mark("settles")
@@ -256,9 +267,12 @@ class Watcher(UnitObserver):
     def recomputing(self, region: Recomputable) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if not self.is_over and unit is not None and self.watched[unit].recompute < 0:
-            self.order.append(unit)
-            self.watched[unit].recompute = self.mark("recompute")
+        if not self.is_over and unit is not None:
+            if self.watched[unit].recompute < 0:
+                self.order.append(unit)
+                self.watched[unit].recompute = self.mark("recompute")
+            else:
+                self.watched[unit].is_retained = True
         self.since_s = self.seconds()
 
     def reruns(self, region: Recomputable, call: int) -> None:
@@ -298,6 +312,8 @@ class Watcher(UnitObserver):
     def asked(self, region: Recomputable, index: int, tensor: Tensor) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
+        if unit is not None and not self.is_over:
+            self.watched[unit].is_retained |= retains_graph()
         if unit is not None and index not in self.watched[unit].asked:
             memories = memories_of(tensor)
             pointer = self.pointer_of(memories[0]) if memories else 0
