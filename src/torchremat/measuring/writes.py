@@ -65,7 +65,7 @@ class Known:
         """Return a copy of the noted gradient of a leaf; one without rows if none is noted."""
         found = self._sparse.get(id(leaf))
         if found is None:
-            return torch.sparse_coo_tensor(size=leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            return torch.zeros_like(leaf, layout=torch.sparse_coo, requires_grad=False)
         return found.detach().clone()
 
     def sparse_bytes(self, device: torch.device, inputs: Iterable[Tensor]) -> int:
