@@ -366,3 +366,29 @@ def test_a_report_of_another_report_runs():
 
     assert [one.place for one in report.entries] == ["CosBackward0.self"]
     assert [one.place for one in inner[0].entries] == ["SinBackward0.self"]
+
+
+def in_a_nested_tensor(layout):
+    return torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=layout)
+
+
+def values_of(nested):
+    return nested.values() if nested.layout is torch.jagged else torch.cat([one.flatten() for one in nested.unbind()])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_shown_by_the_sizes_that_their_items_share(layout):
+    # They have no shape of plain numbers, or none at all: the report crashed. Their parts were counted nowhere in the
+    # totals where another save has one of them too, such as the offsets.
+    model, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()), in_a_nested_tensor(layout)
+
+    report = saved(model, lambda model: values_of(model(x)).square().mean())
+    result = next(one for one in report.entries if one.place == "ReluBackward0.result")
+
+    assert (result.shape, result.operator) == ((2, -1, 4), "aten.relu.default")
+    assert result.tensor_bytes == 8 * 4 * 4
+    assert report.by_operator()["ReluBackward0"] == 8 * 4 * 4
+    assert sum(report.by_operator().values()) == report.saved_bytes
+    assert "float32[2, -1, 4]" in str(report)
+    assert report.freed_by_policies().keys() >= {"nothing_saved"} or not report.blocks

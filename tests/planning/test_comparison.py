@@ -19,8 +19,8 @@ from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles import profiling
 from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units
-from torchremat.planning.profiles.profiling import watch
 from torchremat.planning.profiles.tracing import trace
+from torchremat.planning.profiles.watched_step import watch
 from torchremat.planning.profiles.watching import every_unit
 
 

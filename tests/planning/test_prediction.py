@@ -96,6 +96,71 @@ def test_weights_that_a_hook_sets_are_predicted():
     assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
 
 
+class EachTwice(nn.Module):
+    """Calls each block twice: the second call finds the weights that a hook has set in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(normed() for _ in range(3))
+
+    def forward(self, x):
+        for one in self.blocks:
+            x = x + one(x)
+            x = x + one(x)
+        return x
+
+
+def sets_weights():
+    torch.manual_seed(0)
+    model, x = EachTwice(), inputs()
+
+    def step(model):
+        return square(model(x))
+
+    k = [*map(KeepNode, range(6))]
+    inner = RegionNode((RegionNode((k[2], k[3])), RegionNode((k[4],)), k[5]))
+    return model, step, [(RegionNode((k[0], k[1])), inner)]
+
+
+class Computed(nn.Module):
+    """Blocks that run with weights that the model computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(64, 64, bias=False)) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        x = x * self.scale
+        for one in self.blocks:
+            x = x + torch.func.functional_call(one, {"1.weight": one[1].weight * self.scale}, (x,))
+        return x
+
+
+def computes_weights():
+    torch.manual_seed(0)
+    model, x = Computed(), inputs(64, 64)
+
+    def step(model):
+        return square(model(x))
+
+    k = [*map(KeepNode, range(4))]
+    return model, step, [keep_all(4), (k[0], RegionNode((k[1], k[2], RegionNode((k[3],)))))]
+
+
+@pytest.mark.parametrize("made", [sets_weights, computes_weights])
+def test_weights_of_the_step_itself_are_held_by_regions_for_their_state(made):
+    # They count where a region is whose calls see them, until it goes. They were taken to be there in any case until
+    # the region of one unit goes: predictions were up to 10% too low where it is a larger one, and too high without.
+    model, step, trees = made()
+
+    profile = blocks(model, step)
+    found = off(model, step, profile, trees, outcome(model, step))
+
+    assert any(size.captured for size in profile.sizes)
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
+
+
 class Rounded(nn.Module):
     """Computes with rounded weights, and hands gradients straight through: the graph of the rounding is dropped."""
 
@@ -266,6 +331,36 @@ def test_one_split_unit_is_predicted_to_the_byte(name, split):
     found = off(model, step, profile, trees_over(profile, 0, 2), outcome(model, step))
 
     assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
+
+
+class CalledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = block()
+
+    def forward(self, x):
+        x = x + self.block(x)
+        return x + self.block(x)
+
+
+def test_of_two_calls_of_a_module_one_is_kept_and_the_other_split():
+    # The split call was not counted, since nothing but the kept call needed a count: it was recomputed as a whole.
+    torch.manual_seed(0)
+    model, x = CalledTwice(), inputs()
+
+    def step(model):
+        return square(model(x))
+
+    pair = profile_of(model, step)
+    _, second = sorted(divisible(pair))
+    profile = mixed(pair, frozenset([second]))
+    count = len(profile.units.units)
+    tree = (KeepNode(0), *each(count)[1:])
+
+    found = off(model, step, profile, [tree], outcome(model, step))
+
+    assert profile.units.units[0].name == "block" and count > 2
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == {text(tree): 0}
 
 
 def kept_by_links():

@@ -63,6 +63,11 @@ is_wrapper_subclass: Callable[[Tensor], bool] = private(
 _jagged: type = private("nested._internal.nested_tensor.NestedTensor", needed_for="counting flops")
 
 
+def is_nested_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor is nested in the older layout: a kind in C++ with kernels of its own, and no shape."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
 def is_jagged(kind: type) -> bool:
     """Return whether a class is that of nested tensors of the jagged layout."""
     return kind is _jagged

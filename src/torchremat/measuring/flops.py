@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat._compat.operators import has_kernel
-from torchremat._compat.tensors import is_jagged
+from torchremat._compat.tensors import is_jagged, is_nested_strided
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.tensors.structure import tensors_in
@@ -134,6 +134,6 @@ def _decomposed(func: Operation, args: Args, kwargs: Mapping[str, object]) -> ob
         return NotImplemented
     # The backward of `silu` has both parts and a kernel. Without a counter the kernel runs, and takes different memory.
     tensor = next(iter(tensors_in((args, dict(kwargs)))), None)
-    if tensor is not None and has_kernel(func, tensor.device):
+    if tensor is not None and (has_kernel(func, tensor.device) or is_nested_strided(tensor)):
         return NotImplemented
     return decompose(*args, **kwargs)

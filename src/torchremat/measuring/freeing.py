@@ -13,7 +13,7 @@ from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.measuring.saving import RanOperator, Save, StepLog
 from torchremat.regions.decisions import AnyPolicy, Decision, OperatorContext, decision_of
 from torchremat.regions.selective.op_info import op_info_of
-from torchremat.tensors.metadata import Metadata
+from torchremat.tensors.metadata import RAGGED, Metadata, numbers_of
 from torchremat.tensors.structure import join
 
 # NOTE [ What a policy would keep ]
@@ -230,7 +230,10 @@ class _ModulesByName:
 def _without_values(tensors: tuple[Metadata, ...]) -> list[Tensor]:
     found: list[Tensor] = []
     for shape, dtype, _, strides in tensors:
-        if isinstance(strides, tuple):
+        sizes = numbers_of(shape)
+        if RAGGED in sizes:  # the lengths of its items are values too
+            found.append(torch.empty([1 if one == RAGGED else one for one in sizes], dtype=dtype, device="meta"))
+        elif isinstance(strides, tuple):
             found.append(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
         else:
             found.append(torch.empty(shape, dtype=dtype, device="meta"))

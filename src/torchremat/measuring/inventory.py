@@ -23,7 +23,7 @@ from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.regions.recording import Recording
 from torchremat.regions.slots import Slot
 from torchremat.tensors.graphs import GraphSlot
-from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.metadata import Metadata, metadata_of, numbers_of, version_of
 
 _INPUT = "input of a region"
 _CHOSEN = "kept by a policy"
@@ -35,6 +35,7 @@ class _FoundSave:
 
     storages: tuple[int, ...]
     metadata: Metadata
+    elements: int
     node: GraphSlot | None
     operator: LoggedOperator | None = None
     custom: str = ""
@@ -108,6 +109,7 @@ class Inventory:
             _FoundSave(
                 storages=self.log.numbers.of(packed.tensor),
                 metadata=self.log.metadata[packed.index],
+                elements=packed.tensor.numel(),
                 node=slot,
                 operator=self.savers.get(packed.index),
                 custom=_INPUT if save.is_input else save.custom,
@@ -143,9 +145,10 @@ class Inventory:
                 number = self.stores.setdefault(id(one.claim), -1 - len(self.stores))
                 self.stored[number] = one.stored_bytes
                 self.kinds[number] = "stored"
-                self._place(slot, words, (number,), one.metadata)
+                self._place(slot, words, (number,), one.metadata, one.metadata[0].numel())
             else:
-                self._place(slot, words, self.log.numbers.of(one), metadata_of(one), version_of(one))
+                storages, metadata = self.log.numbers.of(one), metadata_of(one)
+                self._place(slot, words, storages, metadata, one.numel(), version_of(one))
 
     def _add_region(self, recording: Recording) -> None:
         if id(recording) in self.regions:
@@ -161,9 +164,15 @@ class Inventory:
             self._add_foreign(one, None, _CHOSEN)
 
     def _place(
-        self, slot: GraphSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
+        self,
+        slot: GraphSlot | None,
+        words: str,
+        storages: tuple[int, ...],
+        metadata: Metadata,
+        elements: int,
+        version: int = -1,
     ) -> None:
-        found = _FoundSave(storages, metadata, slot, custom=words, version=version, version_now=version)
+        found = _FoundSave(storages, metadata, elements, slot, custom=words, version=version, version_now=version)
         # Without a hook it was saved before the step or in another thread, which has its own numbers.
         is_known = slot is not None and slot.raw.unpack_hook is not None
         ran = self.log.by_node.get(slot.sequence) if slot is not None and is_known else None
@@ -182,7 +191,7 @@ class Inventory:
         return Saved(
             storages=one.storages,
             storage_bytes=sum(self._size(number) for number in one.storages),
-            tensor_bytes=shape.numel() * dtype.itemsize,
+            tensor_bytes=one.elements * dtype.itemsize,
             kind=kind,
             node=one.node.node.name() if one.node else "",
             slot=one.node.name if one.node else "",
@@ -190,12 +199,12 @@ class Inventory:
             function=one.operator.function if one.operator and not one.custom else "",
             module=one.module,
             source=one.source,
-            shape=tuple(shape),
+            shape=numbers_of(shape),
             dtype=str(dtype).removeprefix("torch."),
             need=need_of(one.node.node.name(), one.node.name, dtype) if one.node else None,
-            strides=strides if isinstance(strides, tuple) else (),
+            strides=numbers_of(strides) if isinstance(strides, tuple) else (),
             device=str(device),
-            is_first=all(sharing[number][0] == index for number in one.storages),
+            is_first=not one.storages or any(sharing[number][0] == index for number in one.storages),
             others=tuple(others),
         )
 

@@ -150,6 +150,10 @@ class Subject:
             self._resident.update(self._resident_now())
         return replace(self._bytes_before(device), resident_bytes=self._resident.get(device, 0))
 
+    def sparse_bytes(self, device: torch.device) -> int:
+        """Return the bytes on `device` of sparse gradients, of the last run. See NOTE [ Sparse gradients ]."""
+        return self._known.sparse_bytes(device, self.inputs)
+
     def _bytes_before(self, device: torch.device) -> BytesBefore:
         return bytes_before(
             models=self.models,

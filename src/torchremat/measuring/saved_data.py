@@ -34,11 +34,12 @@ class Saved:
         function: The function of `torch.nn.functional` that called the operator, or "".
         module: The name of the innermost module that ran; for the model itself the name of its class; or "".
         source: File, line and function of the code that called it.
-        shape: Its shape.
+        shape: Its shape; -1 where the items of a nested tensor differ in length.
         dtype: Its dtype.
         strides: In elements; empty for a layout without strides.
         device: Its device.
-        is_first: Whether no earlier save shares its storages: totals by operator, module, line and dtype count it here.
+        is_first: Whether it is the first save of one of its storages: totals by operator, module, line and dtype count
+            these here.
         others: The numbers of the other saves that share a storage with it.
         need: The lesser need that suffices, by the rules of its node: its shape, or one bit for each element.
     """

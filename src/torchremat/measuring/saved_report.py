@@ -118,13 +118,12 @@ class SavedReport(Viewed):
 
     def _totals(self, key: Callable[[Saved], str]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for one in self.entries:
+        for index, one in enumerate(self.entries):
             if one.kind == "saved":
-                found[key(one)] = found.get(key(one), 0) + (self._first_bytes(one) if one.is_first else 0)
+                storages = (self.storages[number] for number in one.storages)
+                own = sum(each.size for each in storages if each.kind == "saved" and each.saves[0] == index)
+                found[key(one)] = found.get(key(one), 0) + own
         return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    def _first_bytes(self, one: Saved) -> int:
-        return sum(self.storages[number].size for number in one.storages if self.storages[number].kind == "saved")
 
     # ------------------------------------------------------------------------------------------------------- what if
 

@@ -112,7 +112,8 @@ def untouched(
 
     Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
     the first does without `set_to_none`, and the bytes of gradients are the same in each. A leaf has none if its hook
-    frees its gradient in each backward (`frees_gradient`), unless an optimizer steps in the block.
+    frees its gradient in each backward (`frees_gradient`), unless an optimizer steps in the block. Nor has one whose
+    gradient is sparse: see NOTE [ Sparse gradients ].
 
     Args:
         model: The model, or several, or None.
@@ -144,12 +145,11 @@ def untouched(
         stack.enter_context(before.restored())
         stack.callback(Snapshot(beside, backs_up=False).put_back)
         stack.enter_context(unreduced_gradients_aside(modules))
-        stack.enter_context(_gradients(leaves, others, steps=bool(but)))
+        known = known or Known()
+        stack.enter_context(_gradients(leaves, others, modules, known, steps=bool(but)))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
-        writes = Writes(
-            [world, beside], before.buffers, before.hooked, known=known or Known(), names=names, looks=bool(looks)
-        )
+        writes = Writes([world, beside], before.buffers, before.hooked, known=known, names=names, looks=bool(looks))
         stack.enter_context(writes.undone())
         looking = writes.looking
         if looking is not None and looks != "told":
@@ -181,16 +181,38 @@ def frees_gradient(leaf: Tensor) -> bool:
     return bool(hooks) and any(getattr(hook, "frees_gradient", False) for hook in hooks.values())
 
 
+# NOTE [ Sparse gradients ]
+#
+# The bytes of a sparse gradient depend on the batch, and one that is added to another has the rows of both. So such a
+# leaf begins each run without a gradient, as after `zero_grad()`: the gradient is a part of the step, and stays until
+# its end. An optimizer that steps alone finds the gradient of the last run in its place.
+
+
+def _is_sparse(leaf: Tensor, sparse: set[int]) -> bool:
+    return id(leaf) in sparse or (leaf.grad is not None and leaf.grad.layout is torch.sparse_coo is not leaf.layout)
+
+
 @contextmanager
-def _gradients(leaves: list[Tensor], others: list[Tensor], *, steps: bool) -> Generator[None]:
+def _gradients(
+    leaves: list[Tensor], others: list[Tensor], modules: Iterable[nn.Module], known: Known, *, steps: bool
+) -> Generator[None]:
     """Set aside the gradients of leaves, and restore the gradients of other leaves, which the step may thaw, too."""
     aside = [leaf.grad for leaf in leaves]
     theirs = [(one, one.grad) for one in others]
+    embeddings = [one for one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
+    weights = {id(weight) for one in embeddings for weight in one._parameters.values()}
+    sparse = [leaf for leaf in leaves if _is_sparse(leaf, weights)]
+    own = set(map(id, sparse))
     try:
         for leaf, grad in zip(leaves, aside, strict=True):
+            if id(leaf) in own:
+                leaf.grad = known.sparse_gradient(leaf) if steps else None
+                continue
             like = leaf if grad is None or (is_wrapper(grad) and not is_wrapper(leaf)) else grad
             leaf.grad = None if frees_gradient(leaf) and not steps else torch.zeros_like(like, requires_grad=False)
         yield
+        if not steps:
+            known.note_sparse(sparse)
     finally:
         for leaf, grad in zip(leaves, aside, strict=True):
             leaf.grad = grad

@@ -31,7 +31,7 @@ from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.storages import address_of
+from torchremat.measuring.storages import address_of, storages_in
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.state.backups import SMALL_BYTES
@@ -55,6 +55,24 @@ class Known:
         self.runs = 0
         self.has_looked = False
         self._written: dict[int, Tensor] = {}
+        self._sparse: dict[int, Tensor] = {}
+
+    def note_sparse(self, leaves: Iterable[Tensor]) -> None:
+        """Note the gradients of leaves whose gradients may be sparse. See NOTE [ Sparse gradients ]."""
+        self._sparse.update((id(one), one.grad) for one in leaves if one.grad is not None)
+
+    def sparse_gradient(self, leaf: Tensor) -> Tensor:
+        """Return a copy of the noted gradient of a leaf; one without rows if none is noted."""
+        found = self._sparse.get(id(leaf))
+        if found is None:
+            return torch.zeros_like(leaf, layout=torch.sparse_coo, requires_grad=False)
+        return found.detach().clone()
+
+    def sparse_bytes(self, device: torch.device, inputs: Iterable[Tensor]) -> int:
+        """Return the bytes of the noted gradients on a device, without the indices that are inputs of the step."""
+        there = {address_of(one) for one in storages_in(list(inputs))}
+        found = {address_of(one): one for one in storages_in(list(self._sparse.values()))}
+        return sum(one.nbytes() for key, one in found.items() if key not in there and one.device.type == device.type)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that were written."""

@@ -170,6 +170,7 @@ def choices_of(
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
             choices.setdefault((call.name, call.number), CallDecision())
+    names.update(name for name, _ in choices)  # the kept calls of a module that is counted now, and its split ones
     for call in calls.opened:
         if call.name in names:
             choices[call.name, call.number] = CallDecision(is_open=True)

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
+from torchremat._compat.tensors import is_nested_strided
+
 # Shape, dtype, device, and strides in elements; for a tensor without strides its layout instead.
 Metadata = tuple[torch.Size, torch.dtype, torch.device, "tuple[int, ...] | torch.layout"]
+
+
+# In place of a size that the items of a nested tensor do not share.
+RAGGED = -1
 
 
 def metadata_of(tensor: Tensor) -> Metadata:
     """Return the metadata of a tensor."""
     try:
         return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
-    except RuntimeError:  # sparse and opaque tensors have no strides
-        return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    except RuntimeError:  # sparse, opaque and nested tensors have no strides
+        return shape_of(tensor), tensor.dtype, tensor.device, tensor.layout
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor, with `RAGGED` where one of the older nested layout has none."""
+    return torch.Size(_sizes(tensor)) if is_nested_strided(tensor) else tensor.shape
+
+
+def _sizes(tensor: Tensor) -> Iterator[int]:
+    for dimension in range(tensor.ndim):
+        try:
+            yield tensor.size(dimension)
+        except RuntimeError:
+            yield RAGGED
+
+
+def numbers_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return a shape or strides as plain numbers, `RAGGED` where the items of a nested tensor have different ones."""
+    return tuple([RAGGED if isinstance(one, torch.SymInt) else one for one in sizes])
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The message about modules whose recompute would not repeat their forward. See `replayability`."""
+"""The message about modules that cannot be recomputed as a whole. See `replayability`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from collections.abc import Mapping, Sequence
 # Number of modules named, and of reasons; `Plan.unlike` has all.
 _MOST_TOLD = 3
 
+# The reason of a module that is recomputed more than once in a step, or would be kept for longer than its backward.
+RETAINED = (
+    "its graph is retained for more than one backward, as for a gradient that a hook or a backward computes with "
+    "`torch.autograd.grad`, and each of them would recompute it"
+)
+
 
 def told(unlike: Mapping[str, str]) -> str:
-    """Return the message about modules whose recompute would not repeat their forward."""
+    """Return the message about modules that cannot be recomputed as a whole, with the reason of each."""
     by_reason: dict[str, list[str]] = {}
     for name, why in unlike.items():
         by_reason.setdefault(why, []).append(f"`{name}`" if name else "the model itself")
     reasons = [f"{shortened(names)}: {why}" for why, names in by_reason.items()]
     more = f"; and {len(reasons) - _MOST_TOLD} more reasons, see `plan.unlike`" if len(reasons) > _MOST_TOLD else ""
+    differ = by_reason.keys() - {RETAINED}
+    would = ["not do in a recompute what they do in their forward"] if differ else []
+    would += ["be recomputed several times"] if RETAINED in by_reason else []
+    advice = " Pass what they read as an argument, and more can be recomputed." if differ else ""
     return (
-        f"modules of the model ({len(unlike)}) would not do in a recompute what they do in their forward. They are not "
-        f"recomputed as a whole: what they call may be, the rest is kept. {'; '.join(reasons[:_MOST_TOLD])}{more}. "
-        "Pass what they read as an argument, and more can be recomputed."
+        f"modules of the model ({len(unlike)}) would {', or '.join(would)}. They are not recomputed as a whole: what "
+        f"they call may be, the rest is kept. {'; '.join(reasons[:_MOST_TOLD])}{more}.{advice}"
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -58,6 +58,10 @@ class UnlikeError(Exception):
     """Units of a watched step do not all repeat their forward, or that is unknown: they have to be tried first."""
 
 
+class RetainedError(Exception):
+    """Units of a watched step were recomputed for several backwards: they have been refused."""
+
+
 @dataclass(eq=False)
 class Repeats:
     """The results for the modules that have been tried.
@@ -85,6 +89,12 @@ class Repeats:
             self.grains.clear()
         self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
         return bool(new)
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Add modules that must be no units."""
+        self.unlike.update(dict.fromkeys(names, why))
+        self.like -= self.unlike.keys()
+        self.grains.clear()
 
     def tell(self) -> None:
         """Warn about the modules that failed."""

@@ -70,6 +70,7 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
             with machine.stepping(), machine.record() as recorder:
                 parts.rehearse_step()
         peak_bytes = recorder.trace.peak_bytes + made_bytes
+    peak_bytes += subject.sparse_bytes(machine.device)  # they are not there before the step
     return OptimizerBytes(name=type(optimizer).__name__, state_bytes=made_bytes, peak_bytes=peak_bytes)
 
 
@@ -115,7 +116,7 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     """Run the step of an optimizer, given as `step`, without a closure.
 
     Raises:
-        UnsupportedError: It cannot run like that: LBFGS needs a closure, SparseAdam needs other gradients than zeros.
+        UnsupportedError: It cannot run like that: LBFGS needs a closure.
     """
     try:
         step()

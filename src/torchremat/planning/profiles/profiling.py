@@ -21,35 +21,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 from torch import nn
 
-from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
-from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
-from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
-from torchremat.planning.exactness.replayability import Repeats, UnlikeError, leave_out, tried
-from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.exactness.not_replayable import RETAINED
+from torchremat.planning.exactness.replayability import Repeats, RetainedError, UnlikeError, leave_out, tried
+from torchremat.planning.layout import check_bare
 from torchremat.planning.peers.peers import Peers, check_same_calls
-from torchremat.planning.profiles.events import without_hidden, without_seconds
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
-from torchremat.planning.profiles.reading import Profile, read_profile
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Grain, Units
-from torchremat.planning.profiles.watching import Watcher, every_unit, halves
+from torchremat.planning.profiles.watched_step import WatchedStep, watch
+from torchremat.planning.profiles.watching import every_unit, halves
 from torchremat.planning.roots import by_shard
-from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 
 # A fine step with more units than this is not watched: planning with so many is infeasible.
@@ -114,10 +109,18 @@ def profile_subject(
     made = partial(state_made, subject)
     with peers.each(machine.entered), heap_set_aside(), peers.each(made), subject.undisturbed():
         profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
-        try:
-            return profiling.pair(leaves=leaves, around=around)
-        except UnlikeError:
-            return replace(profiling, tries=True).pair(leaves=leaves, around=around)
+        has_refused = False
+        while True:
+            try:
+                found = profiling.pair(leaves=leaves, around=around)
+            except UnlikeError:
+                profiling = replace(profiling, tries=True)
+            except RetainedError:
+                has_refused = True
+            else:
+                if has_refused:
+                    profiling.repeats.tell()
+                return found
 
 
 _Way: TypeAlias = tuple[Units, Tree]
@@ -130,6 +133,8 @@ class _Profiling:
     Attributes:
         tries: Whether units are tried before they are watched. If not, watched steps compare, and may raise an
             `UnlikeError`.
+        traced: The traced forward, once it has run.
+        retained: The modules that watched steps have recomputed for several backwards, until they are refused.
     """
 
     model: nn.Module
@@ -139,6 +144,7 @@ class _Profiling:
     repeats: Repeats
     tries: bool
     traced: list[Trace] = field(default_factory=list[Trace])
+    retained: set[str] = field(default_factory=set[str])
 
     def pair(self, *, leaves: bool, around: bool) -> ProfilePair:
         units, finest = self.units(leaves=leaves)
@@ -255,6 +261,11 @@ class _Profiling:
             place = max(reached)
             # DistributedDataParallel reallocates its buckets in the forward after its first backward: in this one.
             self.seconds()
+        retained = {name for names in self.peers.all(lambda: [*self.retained]) for name in names}
+        if retained:
+            self.repeats.refuse(retained, RETAINED)
+            self.retained.clear()
+            raise RetainedError
         return reached[0], found[0]
 
     def watched_here(self, ways: Sequence[_Way], place: int) -> tuple[int, Profile]:
@@ -277,7 +288,7 @@ class _Profiling:
             UnlikeError: They do not all repeat their forward, or that cannot be told here.
         """
         if self.tries or self.are_known(units):
-            return _completed(watch(self.model, self.subject, units, tree, self.machine), self.machine)
+            return self.completed(watch(self.model, self.subject, units, tree, self.machine))
         try:
             found = self.compared(units, tree)
         except Exception as error:  # noqa: BLE001  if it is not about a recompute, the next run raises it again
@@ -298,7 +309,12 @@ class _Profiling:
         unasked = step.watcher.comparison.unasked(len(units.units))
         if unasked and tried(self.model, self.subject, units, unasked) != {}:
             return None
-        return _completed(step, self.machine)
+        return self.completed(step)
+
+    def completed(self, step: WatchedStep) -> Profile:
+        """Return the profile of a step, and note which of its units were recomputed for several backwards."""
+        self.retained.update(step.watcher.retained)
+        return replace(step.profile(), overheads=self.machine.overheads(), generator_bytes=self.machine.generator_bytes)
 
     def seconds(self) -> ForwardSeconds | None:
         """Run an unwatched forward, and return its seconds, if they are meaningful."""
@@ -314,81 +330,3 @@ class _Profiling:
         held = {storage for unit in part or range(len(units.units)) for storage in units.units[unit].inputs}
         needed_bytes = 2 * sum(units.trace.storage_bytes[storage] for storage in held)
         return self.peers.everywhere(lambda: has_room(self.machine, needed_bytes))
-
-
-def _completed(step: WatchedStep, machine: Machine) -> Profile:
-    found = step.profile()
-    return replace(found, overheads=machine.overheads(), generator_bytes=machine.generator_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WatchedStep:
-    """The record of a step in which every unit was a region.
-
-    Attributes:
-        units: The units.
-        tree: The tree that it ran under.
-        watcher: The notes of the watcher.
-        trace: The allocator's events.
-        before: Live bytes before.
-        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
-    """
-
-    units: Units
-    tree: Tree
-    watcher: Watcher
-    trace: AllocationTrace
-    before: BytesBefore
-    marks: tuple[int, int, int]
-
-    def profile(self, trace: AllocationTrace | None = None) -> Profile:
-        """Return the profile, or that of other events with the same marks, if given."""
-        events = self.trace if trace is None else trace
-        return read_profile(self.units, self.tree, self.watcher, events, self.before, marks=self.marks)
-
-
-def watch(
-    model: nn.Module,
-    subject: Subject,
-    units: Units,
-    tree: Tree,
-    machine: Machine,
-    *,
-    compares: bool = False,
-    noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> WatchedStep:
-    """Run a step in which every unit is a region, and record it.
-
-    Args:
-        model: The model.
-        subject: The step.
-        units: The units.
-        tree: A tree in which each is a region.
-        machine: Where it runs.
-        compares: Whether to compare each recompute with its forward. What is done only for that is not in the record.
-        noting: Returns a context for the step, in which more is recorded.
-    """
-    fixed = [*model.parameters(), *model.buffers()]
-    with subject.untouched():
-        before = subject.before(machine.device)
-        with machine.record() as recorder:
-            watcher = Watcher(
-                units, recorder.mark, recorder.pointer_of, fixed, compares=compares, seconds=recorder.seconds
-            )
-            settings = Settings(observer=watcher, early_stop=not compares)
-            marking = marking_rehearsals(recorder.mark)
-            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
-                begins = recorder.mark("step")
-                loss = subject.forward()
-                forward = recorder.mark("forward")
-                run_backward(loss)
-                ends = recorder.mark("end")
-            del loss  # what the graph still keeps is freed in the record
-            recorder.mark("dropped")
-        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
-        if watcher.comparison is not None:
-            events = without_hidden(events, watcher.comparison.hidden)
-            watcher.is_over = True
-            watcher.comparison.run_again()
-    marks = begins, forward, ends
-    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=events, before=before, marks=marks)

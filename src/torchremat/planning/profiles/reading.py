@@ -278,6 +278,7 @@ class _Reader:
         live = self.live[begin : end + 1] - self.live[begin]
         boundary = {storage for place, storage in own.boundary if not own.is_dropped(place)}
         left = set[int]()
+        made_here = {save.number for save in own.saves if self.interval(own, save)[0] is not None}
         # By the events that allocate and free a storage: its bytes that are held, and until when.
         inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         for save in own.saves:
@@ -312,6 +313,7 @@ class _Reader:
         return UnitBytes(
             saved=frozenset(boundary),
             left=frozenset(left),
+            captured=frozenset(own.captured - made_here),
             inside_bytes=sum(inside.values()),
             drop_peak_bytes=int(live.max()),
             full_peak_bytes=int(kept.max()),

@@ -12,9 +12,11 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
+from torchremat._compat.autograd import retains_graph
 from torchremat._compat.dynamo import outside_graphs
-from torchremat.measuring.storages import address_of
+from torchremat.measuring.storages import StorageMap, address_of
 from torchremat.planning.exactness.comparison import Comparison
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.runs import RegionPlace
@@ -49,6 +51,7 @@ class WatchedUnit:
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address is reused
     output_pointers: list[int] = field(default_factory=list[int])  # of the outputs, among the allocations
     boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
+    captured: set[int] = field(default_factory=set[int])  # storages in the state that its calls see
     saves: list[UnitSave] = field(default_factory=list[UnitSave])
     parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # of all saves in the trace, in order
     saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
@@ -56,6 +59,7 @@ class WatchedUnit:
     dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
     recompute: int = -1
     recomputed: int = -1
+    is_retained: bool = False  # whether a backward has retained its graph, or another one has recomputed it again
     lost_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which saved inputs went in backward
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
@@ -138,6 +142,7 @@ class Watcher(UnitObserver):
             WatchedUnit(parts=[one.storages for one in units.saves_in(unit)]) for unit in range(len(units.units))
         ]
         self.order: list[int] = []
+        self.numbers = StorageMap[int]()  # of the storages that units took, saved or returned, in the trace
         # The marks between which regions copy generator states and buffers, or drop the copies.
         self.copying: list[tuple[int, int]] = []
         self.since = -1
@@ -163,6 +168,7 @@ class Watcher(UnitObserver):
         for memory, was in zip(_memories(tensors), seen, strict=False):
             if memory is not None:
                 own.inputs.setdefault(address_of(memory), was.storage)
+                self.numbers[memory] = was.storage
         if call == 0:
             own.region = ref(region, lambda _: self.released(unit))
             own.looks, own.begins = self.since, begins
@@ -202,6 +208,7 @@ class Watcher(UnitObserver):
                 continue
             number = numbers[part] if part < len(numbers) else -1
             own.saves.append(UnitSave(mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+            self.numbers[storage] = number
 
     def stays(self, unit: int) -> Container[int]:
         """Return the addresses of the storages that a unit's region holds."""
@@ -213,6 +220,15 @@ class Watcher(UnitObserver):
             own.dropped_at[place] = self.mark("dropped")
         elif any(place == one for one, _ in own.boundary):
             own.lost_at[place] = self.mark("lost")
+
+    @property
+    def retained(self) -> list[str]:
+        """The modules whose graphs serve more than one backward.
+
+        If kept, their saved tensors stay for longer than the first; if not, they are recomputed for each.
+        """
+        units = (unit for unit, own in zip(self.units.units, self.watched, strict=True) if own.is_retained)
+        return [name for unit in units for name, _ in unit.keys]
 
     def settles(self, region: Recomputable) -> None:
         """See `Observer`."""
@@ -234,11 +250,16 @@ class Watcher(UnitObserver):
                 self.comparison.keeps(unit, region)
         own = self.watched[unit]
         own.state_s += now_s - self.since_s
+        reached = (
+            tensor for tensor in region.recording.calls[call].world.tensors() if not isinstance(tensor, Parameter)
+        )
+        numbers = (self.numbers.get(memory) for tensor in reached for memory in memories_of(tensor))
+        own.captured.update(number for number in numbers if number is not None and number >= 0)
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
         for storage, was in zip(_memories(tensors_in(output)), seen, strict=False):
             if storage is None:
                 continue
-            own.outputs[address_of(storage)] = was.storage
+            own.outputs[address_of(storage)] = self.numbers[storage] = was.storage
             own.output_refs.append(StorageWeakRef(storage))
             own.output_pointers.append(self.pointer_of(storage))
         own.settles, own.ends = self.since, ends
@@ -246,9 +267,12 @@ class Watcher(UnitObserver):
     def recomputing(self, region: Recomputable) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if not self.is_over and unit is not None and self.watched[unit].recompute < 0:
-            self.order.append(unit)
-            self.watched[unit].recompute = self.mark("recompute")
+        if not self.is_over and unit is not None:
+            if self.watched[unit].recompute < 0:
+                self.order.append(unit)
+                self.watched[unit].recompute = self.mark("recompute")
+            else:
+                self.watched[unit].is_retained = True
         self.since_s = self.seconds()
 
     def reruns(self, region: Recomputable, call: int) -> None:
@@ -288,6 +312,8 @@ class Watcher(UnitObserver):
     def asked(self, region: Recomputable, index: int, tensor: Tensor) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
+        if unit is not None and not self.is_over:
+            self.watched[unit].is_retained |= retains_graph()
         if unit is not None and index not in self.watched[unit].asked:
             memories = memories_of(tensor)
             pointer = self.pointer_of(memories[0]) if memories else 0

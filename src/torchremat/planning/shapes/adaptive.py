@@ -231,8 +231,8 @@ class Adaptive(Generic[B]):
 
     @property
     def plans(self) -> tuple[PlannedShape, ...]:
-        """The plans that are kept, smallest shape first."""
-        shapes = [one.planned for one in self._classes]
+        """The plans that are kept, and fit the budget or have run nevertheless; smallest shape first."""
+        shapes = [one.planned for one in self._classes if one.fits or one.steps]
         return tuple(sorted(shapes, key=lambda one: (one.peak_bytes, one.shape)))
 
     def __str__(self) -> str:
@@ -307,7 +307,7 @@ class Adaptive(Generic[B]):
 
     def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
         optimizer_peak = chosen.family.optimizer_peak_bytes
-        if optimizer_peak > self._limit_bytes:
+        if optimizer_peak > chosen.peak_bytes + chosen.spare_bytes:
             reserved_bytes = self.budget_bytes - self._limit_bytes
             return optimizer_alone(
                 self.budget_bytes,

@@ -82,7 +82,11 @@ class Chooser:
         lowest = dividing.floor
         if lowest is None or lowest.prediction.peak_bytes >= found.candidate.prediction.peak_bytes:
             return found
-        return ChosenTree(candidate=lowest, fits=False)
+        return ChosenTree(candidate=lowest, fits=self._fits(cover, lowest, limit_bytes))
+
+    def _fits(self, cover: Cover, one: Candidate, limit_bytes: int) -> bool:
+        peak_bytes = one.prediction.peak_bytes
+        return peak_bytes + self.family.spare_bytes(cover, peak_bytes) <= limit_bytes
 
     def _whole(self, cover: Cover, limit_bytes: int) -> ChosenTree:
         """Return the result of `choose` without recomputes in parts."""
@@ -93,31 +97,27 @@ class Chooser:
                 solvers[found.split] = Solver(self.family.profile(cover, found.split), self.options.cost)
             return solvers[found.split].judged(found.tree)
 
-        def fits(one: Candidate) -> bool:
-            peak = one.prediction.peak_bytes
-            return peak + self.family.spare_bytes(cover, peak) <= limit_bytes
-
         plain = Solver(self.family.profile(cover), self.options.cost).plain
-        if fits(plain):
+        if self._fits(cover, plain, limit_bytes):
             return ChosenTree(candidate=plain)
         if not self.takes_apart:
             # The search runs at the shape itself. To be asked has given the profile options.
             solver = Solver(self.family.profile(cover), self.options.cost)
-            limit_bytes -= self.family.spare_bytes(cover, limit_bytes)
-            candidate = solver.solve(limit_bytes) or solver.floor
-            return ChosenTree(candidate=candidate, fits=candidate.prediction.peak_bytes <= limit_bytes)
+            candidate = solver.solve(limit_bytes - self.family.spare_bytes(cover, limit_bytes)) or solver.floor
+            return ChosenTree(candidate=candidate, fits=self._fits(cover, candidate, limit_bytes))
         for number in self._down_from(plain, limit_bytes):
             found = self.rung(number)
             if found is None:
                 break
             candidate = judged(found)
-            if fits(candidate):
+            if self._fits(cover, candidate, limit_bytes):
                 spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
                 polished = solvers[found.split].polished(candidate, limit_bytes - spare, most_judged=_JUDGED)
-                return ChosenTree(candidate=polished if fits(polished) else candidate, split=found.split)
+                fits = self._fits(cover, polished, limit_bytes)
+                return ChosenTree(candidate=polished if fits else candidate, split=found.split)
         found = self.floor
         candidate = judged(found)
-        return ChosenTree(candidate=candidate, split=found.split, fits=fits(candidate))
+        return ChosenTree(candidate=candidate, split=found.split, fits=self._fits(cover, candidate, limit_bytes))
 
     @property
     def takes_apart(self) -> bool:

@@ -145,6 +145,19 @@ class _Kind:
     families: Families = field(default_factory=Families)
     choosers: dict[Family, Chooser] = field(default_factory=dict[Family, Chooser])
     takes_apart: bool | None = None  # asked for once, after the first profile
+    families_alone: dict[Shape, tuple[int, Family]] = field(default_factory=dict[Shape, "tuple[int, Family]"])
+
+    def alone(self, family: Family, shape: Shape) -> Family | None:
+        """Return the family of a learned shape alone; None if it was not learned, or no other was."""
+        if len(family.shapes) < 2 or not family.knows(shape):
+            return None
+        changes, found = self.families_alone.get(shape, (-1, None))
+        if found is None or changes != family.changes:
+            self.choosers = {one: chooser for one, chooser in self.choosers.items() if one is not found}
+            found = family.alone(shape)
+            self.families_alone[shape] = family.changes, found
+        found.over_share = family.over_share = max(found.over_share, family.over_share)
+        return found
 
 
 class Classes:
@@ -183,13 +196,31 @@ class Classes:
         self._classes = OrderedDict((key, one) for key, one in self._classes.items() if one is not planned)
 
     def find(self, look: Look) -> ShapeClass | None:
-        """Return the class of a batch, planned now if it is new or if more was learned since; None: learn it first."""
+        """Return the class of a batch, planned now if it is new or if more was learned since; None: learn it first.
+
+        Where the largest shape of its class does not fit, a batch is in a class of its own shape alone. If that does
+        not fit either and was learned, its own profile decides all, as in `plan`, and not the largest shape learned.
+        """
         kind = self._kind(look)
         found = kind.families.find(look.shape)
         if found is None:
             return None
         family, cover = found
-        key = (look.kind, cover.shape)
+        largest = self._class_at(look, kind, family, cover)
+        exact = None if largest.fits else family.cover(look.shape, exact=True)
+        if exact is None:
+            return largest
+        own = largest if exact.shape == cover.shape else self._class_at(look, kind, family, exact)
+        alone = None if own.fits else kind.alone(family, look.shape)
+        exact = None if alone is None else alone.cover(look.shape, exact=True)
+        if alone is None or exact is None:
+            return own
+        lowest = self._class_at(look, kind, alone, exact, is_alone=True)
+        needed, others = (one.peak_bytes + one.spare_bytes for one in (lowest, own))
+        return lowest if lowest.fits or needed < others else own
+
+    def _class_at(self, look: Look, kind: _Kind, family: Family, cover: Cover, *, is_alone: bool = False) -> ShapeClass:
+        key = (look.kind, cover.shape, is_alone)
         known = self._classes.get(key)
         if known is None or known.family is not family or known.state != family.state:
             fresh = self._classes[key] = self._planned(self._chooser(kind, family), family, cover)

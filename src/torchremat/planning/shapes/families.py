@@ -90,6 +90,13 @@ class Family:
         del self.shapes[place], self.pair[place]
         self._mix(self.pair)
 
+    def alone(self, shape: Shape) -> Family:
+        """Return a family of one learned shape, which knows all that was measured."""
+        found = Family(self.form)
+        found.add(shape, self.pair[self.shapes.index(shape)])
+        found.measured, found.has_told_calls = self.measured, self.has_told_calls
+        return found
+
     def offer(self, selections: Selections, cost: Cost) -> ProfilePair:
         """Let units hold the outputs of some operators, at every shape; until another shape is learned.
 

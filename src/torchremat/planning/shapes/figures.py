@@ -75,7 +75,7 @@ def _trace_form(trace: Trace) -> tuple[object, ...]:
 
 
 def _profile_form(profile: Profile) -> tuple[object, ...]:
-    sizes = tuple((size.saved, size.left, size.has_backward) for size in profile.sizes)
+    sizes = tuple((size.saved, size.left, size.captured, size.has_backward) for size in profile.sizes)
     units = profile.units
     return units.units, units.roots, units.others, sizes, profile.order, tuple(profile.extra_bytes)
 

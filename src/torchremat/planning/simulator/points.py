@@ -45,6 +45,8 @@ class UnitBytes:
         saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
         left: Storages that it saves, that something else also references, and that a recompute makes anew: a key-value
             cache, casts that autocast keeps, an attribute that a hook sets.
+        captured: Storages in the state that its calls see, made earlier in the step: an attribute that an earlier call
+            of the module has set. A region around it holds them for its recompute.
         inside_bytes: Bytes of its other saved tensors.
         drop_peak_bytes: Peak of a forward that saves nothing.
         full_peak_bytes: Peak of a forward that saves.
@@ -66,6 +68,7 @@ class UnitBytes:
 
     saved: frozenset[int]
     left: frozenset[int]
+    captured: frozenset[int]
     inside_bytes: int
     drop_peak_bytes: int
     full_peak_bytes: int
@@ -192,7 +195,7 @@ class Lifetimes:
         self.boundary = {
             storage
             for unit, size in zip(units.units, sizes, strict=True)
-            for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
+            for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left, *size.captured)
         }.union(others)
         born, died = units.trace.born, units.trace.died
         self._storages = np.array(sorted(self.boundary), np.int64)

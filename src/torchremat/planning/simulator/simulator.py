@@ -143,7 +143,8 @@ class MemorySimulator:
         own = self.units.units[unit]
         held = self.external(region, unit)
         self.hold_for(region, unit, held)
-        self.slots[id(region)] += own.carried
+        self.live.hold(self.sizes[unit].captured)
+        self.slots[id(region)] += (*self.sizes[unit].captured, *own.carried)
         self.unborn += own.carried
         state = self.sizes[unit].state_bytes
         for around in self.around[unit] if state else ():

@@ -30,7 +30,7 @@ from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import op_info_of
 from torchremat.state.code import function_of
 from torchremat.tensors.held import holding
-from torchremat.tensors.metadata import metadata_of
+from torchremat.tensors.metadata import metadata_of, numbers_of, shape_of
 from torchremat.tensors.structure import tensors_in
 from torchremat.tensors.versioned import Versioned
 
@@ -43,8 +43,13 @@ _MACHINERY = tuple(
 )
 _CHECKPOINT = str(Path(TORCH, "utils", "checkpoint.py"))
 
-# Hooks and regions call `detach` themselves, once or twice; it computes nothing.
-_SILENT = ("aten.detach", "aten.alias")
+# Hooks and regions call `detach` themselves, once or twice; it computes nothing. Nor do questions about the layout of a
+# tensor, which a class in Python, such as a nested tensor, is asked by way of operators.
+_SILENT = (
+    *("aten.detach", "aten.alias", "prim.", "aten.sym_", "aten.size.", "aten.stride.", "aten.dim.", "aten.numel."),
+    *("aten.storage_offset.", "aten.is_contiguous.", "aten.is_non_overlapping_", "aten.is_strides_like_"),
+    *("aten._nested_tensor_size.", "aten._nested_tensor_st"),
+)
 
 # NOTE [ Which operator saves a tensor ]
 # The hook gets a tensor and not the operator. An operator's node is made before it saves its inputs, and thus before
@@ -358,7 +363,7 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _shapes(value: object) -> tuple[str, ...]:
-    return tuple(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(value))
+    return tuple(f"{str(one.dtype).removeprefix('torch.')}{[*numbers_of(shape_of(one))]}" for one in tensors_in(value))
 
 
 def _digest(tensor: Tensor) -> bytes | None:

@@ -1,0 +1,96 @@
+"""The step in which every unit is a region, run and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.optimizing.rehearsal import marking_rehearsals
+from torchremat.planning.devices.machines import Machine
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.events import without_hidden, without_seconds
+from torchremat.planning.profiles.reading import Profile, read_profile
+from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.watching import Watcher
+from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import Tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WatchedStep:
+    """The record of a step in which every unit was a region.
+
+    Attributes:
+        units: The units.
+        tree: The tree that it ran under.
+        watcher: The notes of the watcher.
+        trace: The allocator's events.
+        before: Live bytes before.
+        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
+    """
+
+    units: Units
+    tree: Tree
+    watcher: Watcher
+    trace: AllocationTrace
+    before: BytesBefore
+    marks: tuple[int, int, int]
+
+    def profile(self, trace: AllocationTrace | None = None) -> Profile:
+        """Return the profile, or that of other events with the same marks, if given."""
+        events = self.trace if trace is None else trace
+        return read_profile(self.units, self.tree, self.watcher, events, self.before, marks=self.marks)
+
+
+def watch(
+    model: nn.Module,
+    subject: Subject,
+    units: Units,
+    tree: Tree,
+    machine: Machine,
+    *,
+    compares: bool = False,
+    noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> WatchedStep:
+    """Run a step in which every unit is a region, and record it.
+
+    Args:
+        model: The model.
+        subject: The step.
+        units: The units.
+        tree: A tree in which each is a region.
+        machine: Where it runs.
+        compares: Whether to compare each recompute with its forward. What is done only for that is not in the record.
+        noting: Returns a context for the step, in which more is recorded.
+    """
+    fixed = [*model.parameters(), *model.buffers()]
+    with subject.untouched():
+        before = subject.before(machine.device)
+        with machine.record() as recorder:
+            watcher = Watcher(
+                units, recorder.mark, recorder.pointer_of, fixed, compares=compares, seconds=recorder.seconds
+            )
+            settings = Settings(observer=watcher, early_stop=not compares)
+            marking = marking_rehearsals(recorder.mark)
+            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
+                begins = recorder.mark("step")
+                loss = subject.forward()
+                forward = recorder.mark("forward")
+                run_backward(loss)
+                ends = recorder.mark("end")
+            del loss  # what the graph still keeps is freed in the record
+            recorder.mark("dropped")
+        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
+        if watcher.comparison is not None:
+            events = without_hidden(events, watcher.comparison.hidden)
+            watcher.is_over = True
+            watcher.comparison.run_again()
+    marks = begins, forward, ends
+    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=events, before=before, marks=marks)
