@@ -45,12 +45,7 @@ def numbers_of(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place, or -1 for an inference tensor, which does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        if tensor.is_inference():  # asking first takes longer than the answer
-            return -1
-        raise
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def agree(then: Metadata, now: Metadata) -> bool:
