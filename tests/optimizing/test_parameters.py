@@ -505,27 +505,6 @@ def test_a_policy_does_not_see_what_comes_ahead():
         assert equal(gradients(model), gradients(plain))
 
 
-PLANS = {
-    "plan": lambda model: torchremat.plan(model, forward, budget="min"),
-    "plan on meta": lambda model: torchremat.plan(model, forward, budget="min", on="meta", device="h100"),
-    "frontier": lambda model: torchremat.frontier(model, forward),
-    "fit": lambda model: torchremat.fit(model, forward, budget="min"),
-    "Planner": lambda model: torchremat.Planner(model, forward),
-}
-
-
-@pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
-def test_a_plan_for_parameters_in_a_store_is_refused(make):
-    model, offload = chain(Host())
-
-    with pytest.raises(UnsupportedError, match=r"Plan first, apply the plan, and call offload_parameters then"):
-        make(model)
-
-    assert len(stored(model)) == LAYERS
-    offload.remove()
-    torchremat.plan(model, forward, budget="min")
-
-
 def test_a_step_that_is_measured_does_not_train():
     model = net()
     optimizer = adamw(model)

@@ -40,6 +40,7 @@ from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
 from torchremat.stores.base import land, settle
 from torchremat.stores.held import Kept
+from torchremat.stores.parameter_moves import moving
 from torchremat.stores.stored_parameters import (
     SavedView,
     bring_back,
@@ -157,6 +158,7 @@ class ParameterOffload:
         with self._lock:
             self._uses.claims.subtract(map(id, parameters))
 
+    @moving()
     def _put_away(self, parameters: Iterable[Tensor]) -> None:
         left: list[Leaving] = []
         try:
@@ -170,6 +172,7 @@ class ParameterOffload:
                     if gone:
                         self._uses.forget(one)
                     else:
+                        came_in(one)  # and stays for now
                         self._back[id(one)] = one
         finally:
             if left:
@@ -222,6 +225,7 @@ class ParameterOffload:
             self._put_away({id(one): one for one in rest}.values())
             self._back.clear()  # the others leave when their modules have run
 
+    @moving()
     def _settle(self) -> None:
         with self._lock:
             leaving, self._leaving = self._leaving, []

@@ -23,6 +23,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+KEEPS_PARAMETERS = "where saved tensors wait in a store, nodes keep their parameters in memory."
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """The options of a plan, checked. Functions of this library take them as keywords: `plan(..., cost="flops")`.
@@ -90,10 +93,7 @@ class PlanOptions:
             )
         check_step_stores(self.step_stores)
         if self.stores and self.parameter_store is not None:
-            raise UnsupportedError(
-                "stores= and parameter_store=: where saved tensors wait in a store, nodes keep their parameters in "
-                "memory. Leave one of them out."
-            )
+            raise UnsupportedError(f"stores= and parameter_store=: {KEEPS_PARAMETERS} Leave one of them out.")
         if self.stores and self.on is not None:
             raise UnsupportedError(
                 "stores are chosen by their speed, which has to be measured on the device: leave out stores or "

@@ -39,7 +39,7 @@ from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_ro
 from torchremat.planning.exactness.replayability import Repeats, UnlikeError, leave_out, tried
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.peers.peers import Peers, check_same_calls
-from torchremat.planning.profiles.events import without_hidden, without_seconds
+from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile, read_profile
@@ -385,7 +385,7 @@ def watch(
                 ends = recorder.mark("end")
             del loss  # what the graph still keeps is freed in the record
             recorder.mark("dropped")
-        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
+        events = recorder.trace.without_seconds(list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)
             watcher.is_over = True
