@@ -505,6 +505,18 @@ def test_a_policy_does_not_see_what_comes_ahead():
         assert equal(gradients(model), gradients(plain))
 
 
+def test_saved_tensors_in_a_store_leave_parameters_free():
+    # The hooks of `offload` kept each parameter that a node saved, to its backward: all but one of the 8 stayed.
+    (model, _), (plain, _) = chain(Disk()), chain()
+
+    with torchremat.offload(Disk()):
+        loss = forward(model)
+
+    assert len(stored(model)) == LAYERS
+    loss.backward()
+    assert equal([p.grad for p in model.parameters()], gradients(plain))
+
+
 def test_a_step_that_is_measured_does_not_train():
     model = net()
     optimizer = adamw(model)

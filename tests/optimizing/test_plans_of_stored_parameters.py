@@ -9,7 +9,7 @@ import torchremat
 from logs import Log
 from optimizing.chains import stored
 from optimizing.loops import equal
-from optimizing.test_parameters_in_plans import ROWS, made, measured_peak, rows_of, train
+from optimizing.test_parameters_in_plans import ROWS, SMALL, made, measured_peak, rows_of, train
 from planning.steps import with_declared_speed
 from probes.planning import trace
 from torchremat import Disk, Host, Pipe, Plan, PlanError, UnsupportedError, offload_parameters
@@ -161,11 +161,11 @@ def test_a_plan_for_all_shapes_counts_them():
     [
         ({"parameter_store": Disk()}, r"parameter_store=: parameters of this model wait in a store already"),
         ({"on": "meta", "device": "h100"}, r"on='meta': parameters of this model wait in a store already"),
-        ({"stores": [Disk()]}, r"stores=: parameters of this model wait in a store already"),
+        ({"stores": [SMALL]}, r"stores= and offload_parameters: parameters take a part of the limit"),
     ],
 )
 def test_options_that_cannot_be_honoured(options, said):
-    model, optimizer, _ = away()
+    model, optimizer, _ = away(SMALL)
 
     with pytest.raises(UnsupportedError, match=said):
         torchremat.plan(model, rows_of, budget="60%", optimizer=optimizer, **options)

@@ -17,12 +17,13 @@ from torchremat.planning.devices.fakes import placed
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.parameter_bytes import NONE_AWAY, ParameterBytes, parameter_bytes
 from torchremat.planning.peers.peers import peers_of
-from torchremat.planning.plan_options import KEEPS_PARAMETERS, PlanOptions
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import state_made
 from torchremat.planning.profiles.step_seconds import SteppingSeconds, stepping_seconds
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping, check_ways, stepping_as
+from torchremat.planning.store_profiles import check_apart
 from torchremat.stores.stored_parameters import keeper_of
 
 
@@ -46,8 +47,12 @@ class PlacedStep:
         self.model, self.options = model, options
         check_kinds(step, model, options.optimizer, needs_model=True)
         self.is_stored = keeps_in_store(model)
+        keepers = [one for each in model.parameters() if (one := keeper_of(each)) is not None]
+        self._given_store = keepers[0].store if keepers else None
         if self.is_stored:
             _check_stored(options)
+            for one in keepers:
+                check_apart(options.stores, one.store, "offload_parameters")
         self.machine, self.profiled, self.subject = placed(model, step, options.optimizer, options.device, options.on)
         self.peers = peers_of(model)
         if options.stores and self.peers.are_several:
@@ -112,9 +117,8 @@ class PlacedStep:
     @cached_property
     def stepping_seconds(self) -> SteppingSeconds:
         """The seconds that ways of stepping add, measured when first asked for."""
-        keepers = map(keeper_of, self.model.parameters())
-        given = next((one.store for one in keepers if one is not None), None)
-        stores = replace(self.options.step_stores, parameters=given) if self.is_stored else self.options.step_stores
+        stores = self.options.step_stores
+        stores = replace(stores, parameters=self._given_store) if self.is_stored else stores
         in_parts = any(one.releases or one.stores for one in self.options.ways_of_stepping)
         with self.profiling():
             return stepping_seconds(self.subject, self.machine.device, stores, in_parts=in_parts)
@@ -133,5 +137,3 @@ def _check_stored(options: PlanOptions) -> None:
             f"on={options.on!r}: {waits}, and parts of the step run to measure that, which need data. Leave `on` out, "
             "or call `remove()` of the offload."
         )
-    if options.stores:
-        raise UnsupportedError(f"stores=: {waits}, and {KEEPS_PARAMETERS} Leave stores out, or call `remove()`.")

@@ -50,8 +50,10 @@ from torchremat._compat.transforms import below_transforms, see_wrapped
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
+from torchremat.stores.held import InCatalog
 from torchremat.stores.parameter_moves import moving
 from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.parts import PLAIN_CLASSES, memories_of
 from torchremat.tensors.structure import tensors_in as tensors_of
 from torchremat.tensors.versioned import Versioned
@@ -307,7 +309,7 @@ def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
-class SavedView:
+class SavedView(InCatalog):
     """The object that autograd holds in place of a parameter, or of a view of one, that a node has saved."""
 
     __slots__ = ("_offset", "_parameter", "_size", "_stride", "_version")
@@ -316,6 +318,11 @@ class SavedView:
         self._parameter = parameter
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._version = tensor._version
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of the view."""
+        return metadata_of(self.get())
 
     def get(self) -> Tensor:
         """Return the view.
