@@ -113,6 +113,22 @@ def test_planning_has_few_parameters_in_memory_at_once(store):
     assert 0 < max(seen[-24:]) <= 4
 
 
+def test_a_step_that_fits_only_while_parameters_wait_is_planned_so():
+    def step(model):
+        if not stored(model):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rows_of(model)
+
+    model, optimizer, _ = made()
+
+    plan = torchremat.plan(model, step, budget="min", optimizer=optimizer, cost="flops", parameter_store=Disk())
+
+    assert str(plan.stepping) == "parameters stored" and plan.plain_source == "predicted"
+    whole = torchremat.plan(model, rows_of, budget="100%", optimizer=optimizer, cost="flops")
+    assert plan.plain_peak_bytes == whole.plain_peak_bytes
+    assert torchremat.plan(model, rows_of, budget="min", optimizer=optimizer, cost="flops").floor_bytes > plan.peak_bytes
+
+
 def test_a_store_in_the_same_memory_counts():
     model, optimizer, _ = away(Host())
 
