@@ -207,7 +207,9 @@ class ParameterOffload:
             following = self._order.after(parameter, in_backward=task >= 0)
             handle = None if following is None else handle_of(following)
             # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
-            begins = self._ahead is None or handle_of(self._ahead) is None
+            # What is on its way out is in memory, where `taken_back` finds it, and would be there twice.
+            leaves = any(one.handle is handle for one in self._leaving)
+            begins = not leaves and (self._ahead is None or handle_of(self._ahead) is None)
             self._ahead = following if begins else self._ahead
         if handle is not None and begins:
             with plainly():  # no inference tensors; hidden from a policy of the region that runs
