@@ -9,7 +9,7 @@ import torchremat
 from logs import Log
 from optimizing.chains import stored
 from optimizing.loops import equal
-from optimizing.test_parameters_in_plans import ROWS, SMALL, made, measured_peak, rows_of, train
+from optimizing.test_parameters_in_plans import KINDS, ROWS, SMALL, made, measured_peak, rows_of, train
 from planning.steps import with_declared_speed
 from probes.planning import trace
 from torchremat import Disk, Host, Pipe, Plan, PlanError, UnsupportedError, offload_parameters
@@ -31,7 +31,7 @@ def away(store=None):
     return model, optimizer, offload_parameters(model, optimizer, Disk() if store is None else store)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "tied", "unet"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_profile_is_that_of_a_model_in_memory_to_the_byte(kind):
     """Each parameter has other memory each time that it comes back, and a trace took it for an activation."""
     here, theirs, loss_of = made(kind)

@@ -50,6 +50,7 @@ from torchremat.planning.profiles.units import Grain, Units
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
 from torchremat.planning.roots import by_shard
 from torchremat.regions.settings import Settings
+from torchremat.regions.slots import recomputing_all
 from torchremat.schedules.chain import Tree
 
 # A fine step with more units than this is not watched: planning with so many is infeasible.
@@ -377,7 +378,12 @@ def watch(
             )
             settings = Settings(observer=watcher, early_stop=not compares)
             marking = marking_rehearsals(recorder.mark)
-            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
+            with (
+                recomputing_all(),  # nodes ask for saved tensors of kept units in this order
+                installed(model, calls_of(units), tree, settings),
+                noting(recorder),
+                marking as rehearsed,
+            ):
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
