@@ -5,6 +5,7 @@ import gc
 import torch
 from torch import nn
 
+from torchremat import Host, offload_parameters
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
@@ -55,6 +56,22 @@ def test_operators_saves_and_frees_are_one_list_in_order():
     # The loss, value 4, outlives the block, and so do the saved results of exp and of `*`, dropped by nobody yet; but
     # storages are held by graphs through what was saved in their place, which holds nothing: they die.
     assert told(recorded(body)) == "exp(0)->1 S1 mul(1)->2 F1 S2 sin(2)->3 F2 sum(3)->4 F3"
+
+
+def test_a_parameter_that_leaves_and_comes_back_is_one_storage():
+    # It has other memory each time, and its way out and back are operators that no step has.
+    layer, x = nn.Linear(128, 128, bias=False), torch.ones(1, 128)
+
+    def body():
+        with torch.no_grad():
+            y = layer(x)
+            assert type(layer.weight) is not nn.Parameter
+            return layer(y).sum()
+
+    with offload_parameters(layer, None, Host()):
+        found = told(recorded(body))
+
+    assert found == "t(0)-> mm(1,0)->2 t(0)-> mm(2,0)->3 sum(3)->4 F3 F2"
 
 
 def test_a_graph_that_goes_is_an_event_of_its_own():

@@ -94,3 +94,33 @@ def test_three_parameters_are_in_memory_at_most():
     saved_bytes = 4 * WIDTH * 4
     assert ours.parameter_bytes == 0
     assert plain - ours.peak_bytes == (LAYERS - 3) * LAYER + saved_bytes
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["by the plan", "already"])
+def test_a_plan_counts_them_on_a_device(is_stored):
+    def step(model):
+        return model(torch.ones(2, WIDTH, device="cuda")).square().mean()
+
+    (model, plain), store = (net(), net()), Host()
+    optimizer, theirs = optim.AdamW(model.parameters()), optim.AdamW(plain.parameters())
+    options = {"optimizer": optimizer, "cost": "flops", "release_gradients": True, "optimizer_store": store}
+    if is_stored:
+        offload_parameters(model, optimizer, store)
+    else:
+        options["parameter_store"] = store
+
+    plan = torchremat.plan(model, step, budget="min", **options)
+
+    assert (plan.away_bytes, plan.room_bytes) == (LAYERS * LAYER, 4 * LAYER)
+    assert plan.before_bytes["parameters"] == 0
+    plan.apply(model)
+    for own, steps_on in ((model, optimizer), (plain, theirs)):
+        for _ in range(3):
+            steps_on.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            step(own).backward()
+            steps_on.step()
+        if own is model:
+            peak_bytes = torch.cuda.max_memory_allocated() - sum(one.nbytes for one in plain.parameters())
+    assert peak_bytes <= plan.peak_bytes
+    assert equal([*model.parameters()], [*plain.parameters()])

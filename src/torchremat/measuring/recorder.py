@@ -17,10 +17,11 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.accelerators import taken_bytes
+from torchremat._compat.accelerators import accelerator_of, taken_bytes
 from torchremat._compat.dynamo import runs_compiled_code
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
+from torchremat.ambient.hidden import hidden
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.step_record import GraphDropped, Run, Seen, SeenValue, StepRecord, StorageFreed, TensorSaved
 from torchremat.measuring.storages import StorageMap
@@ -28,6 +29,7 @@ from torchremat.measuring.traces import AllocationRecorder
 from torchremat.measuring.writes import Looking
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
+from torchremat.stores.stored_parameters import StoredParameter, parameter_in
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
@@ -73,6 +75,8 @@ class StepRecorder(EagerMode):
         self._allocations = allocations
         self._seconds = time.perf_counter if allocations is None else allocations.seconds
         self._storages = StorageMap[_KnownStorage](self._freed)
+        self._parameters: dict[int, _KnownStorage] = {}  # of offloads, by their ids: they live as long as the model
+        self._moving: set[int] = set()  # the numbers of their storages
         self._count = 0
         self._tensors: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
         self._seen_tensors = 0
@@ -111,6 +115,8 @@ class StepRecorder(EagerMode):
 
     def _shown(self, tensor: Tensor) -> list[int]:
         """Return the values that a tensor shows to a call or to autograd."""
+        if type(tensor) is StoredParameter:
+            return [self._waiting(tensor)]
         record, found = self.record, list[int]()
         for memory in memories_of(tensor):
             value = self._value(memory, tensor)
@@ -126,10 +132,35 @@ class StepRecorder(EagerMode):
         self._graphs.clear()
 
     def _freed(self, known: _KnownStorage) -> None:
-        self.record.events.append(StorageFreed(known.number))
+        if known.number not in self._moving:
+            self.record.events.append(StorageFreed(known.number))
+
+    def _waiting(self, parameter: StoredParameter) -> int:
+        """Return the value of a parameter that is not in memory, without bringing it back."""
+        known = self._parameters.get(id(parameter))
+        if known is None:
+            block_bytes = accelerator_of(parameter.device).block_bytes
+            size_bytes = -(-parameter.nbytes // block_bytes) * block_bytes
+            known = self._add(parameter, size_bytes=size_bytes, pointer=0)
+            self._moves(parameter, known)
+            self.record.shown[known.number] = size_bytes
+        return known.value
+
+    def _moves(self, parameter: Tensor, known: _KnownStorage) -> None:
+        """Take note of the storage of a parameter of an offload, which has other memory each time it comes back."""
+        self._parameters[id(parameter)] = known
+        self._moving.add(known.number)
+
+    def _known(self, memory: UntypedStorage) -> _KnownStorage | None:
+        known = self._storages.get(memory)
+        if known is None and (parameter := parameter_in(memory)) is not None:
+            known = self._parameters.get(id(parameter))
+            if known is not None:
+                self._storages[memory] = known
+        return known
 
     def _value(self, memory: UntypedStorage, tensor: Tensor) -> int:
-        known = self._storages.get(memory)
+        known = self._known(memory)
         if known is None:
             return self._new(memory, tensor)
         if tensor.is_leaf and tensor.requires_grad:
@@ -137,24 +168,31 @@ class StepRecorder(EagerMode):
         return known.value
 
     def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
-        number, self._count = self._count, self._count + 1
-        value, pointer = len(self.record.values), self._pointer_of(memory)
+        pointer = self._pointer_of(memory)
         # A hook gets a view of a parameter, whose base is the leaf.
         base = tensor if tensor._base is None else tensor._base
+        known = self._storages[memory] = self._add(base, size_bytes=taken_bytes(memory), pointer=pointer)
+        if (parameter := parameter_in(memory)) is not None:
+            self._moves(parameter, known)
+        # On a simulated device a real tensor has no address, and stands for memory of the device.
+        if pointer > 0 and (not memory.resizable() or self._is_elsewhere(memory)):
+            self.record.strangers.append((known.value, self.mark()))
+        return known.value
+
+    def _add(self, tensor: Tensor, *, size_bytes: int, pointer: int) -> _KnownStorage:
+        """Give a storage its numbers, which is that of `tensor`."""
+        number, self._count = self._count, self._count + 1
+        known = _KnownStorage(number, len(self.record.values))
         self.record.values.append(
             SeenValue(
-                size_bytes=taken_bytes(memory),
+                size_bytes=size_bytes,
                 pointer=pointer,
                 storage=number,
                 device=tensor.device,
-                is_leaf=base.is_leaf and base.requires_grad,
+                is_leaf=tensor.is_leaf and tensor.requires_grad,
             )
         )
-        self._storages[memory] = _KnownStorage(number, value)
-        # On a simulated device a real tensor has no address, and stands for memory of the device.
-        if pointer > 0 and (not memory.resizable() or self._is_elsewhere(memory)):
-            self.record.strangers.append((value, self.mark()))
-        return value
+        return known
 
     def _is_elsewhere(self, memory: UntypedStorage) -> bool:
         """Return whether a storage is on another device than the recorded one."""
@@ -169,7 +207,7 @@ class StepRecorder(EagerMode):
         return [self._written_to(memory, tensor) for memory in memories_of(tensor)]
 
     def _written_to(self, memory: UntypedStorage, tensor: Tensor) -> int:
-        known = self._storages.get(memory)
+        known = self._known(memory)
         if known is None:
             return self._new(memory, tensor)
         values = self.record.values
@@ -182,11 +220,15 @@ class StepRecorder(EagerMode):
                 device=values[known.value].device,
             )
         )
-        self._storages[memory] = _KnownStorage(known.number, len(values) - 1)
-        return len(values) - 1
+        now = self._storages[memory] = _KnownStorage(known.number, len(values) - 1)
+        if known.number in self._moving and (parameter := parameter_in(memory)) is not None:
+            self._moves(parameter, now)
+        return now.value
 
     def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         named = kwargs or {}
+        if hidden.now:
+            return func(*args, **named)
         op_info = op_info_of(func)
         if self._looking is not None:
             self._looking.see(op_info, args, named)

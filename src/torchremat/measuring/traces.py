@@ -36,8 +36,8 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -150,6 +150,62 @@ class AllocationTrace:
         """Return the peak between two marks over the bytes live at the first."""
         return self.peak_bytes_between(first, last) - self.live_bytes_at(first)
 
+    def within(self, stretches: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Return for each event whether it is in one of some stretches.
+
+        Args:
+            stretches: The ids of the marks at their ends; the stretches are apart, and in order.
+        """
+        begins, ends = np.array(stretches, np.int64).reshape(-1, 2).T
+        positions = np.array([mark.position for mark in self.marks], np.int64)
+        events = np.arange(len(self.ptr))
+        return np.searchsorted(positions[begins], events, "right") > np.searchsorted(positions[ends], events, "right")
+
+    def made_in(self, stretches: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Return for each event whether it allocates in one of some stretches, or frees what was allocated there."""
+        made = np.append(self.within(stretches) & (self.delta_bytes > 0), [False, False])
+        made[self.pairs[made[self.pairs[:, 0]], 1]] = True
+        return made[:-2]
+
+    @property
+    def is_of_before(self) -> NDArray[np.bool_]:
+        """For each event whether it frees what was allocated before the block."""
+        frees = np.append(self.delta_bytes < 0, [False, False])
+        frees[self.pairs[:, 1]] = False
+        return frees[:-2]
+
+    def without(self, events: NDArray[np.bool_]) -> AllocationTrace:
+        """Return the trace without some events, with all its marks and times."""
+        before = np.concatenate([[0], np.cumsum(~events)]).tolist()
+        return replace(
+            self,
+            time_ns=self.time_ns[~events],
+            ptr=self.ptr[~events],
+            delta_bytes=self.delta_bytes[~events],
+            marks=tuple([one._replace(position=before[one.position]) for one in self.marks]),
+        )
+
+    def without_seconds(self, stretches: Sequence[tuple[int, int]]) -> AllocationTrace:
+        """Return the trace as if some stretches, given as for `within`, took no time."""
+        if not stretches:
+            return self
+        begins, ends = np.array(stretches).T
+        times = np.array([mark.time_ns for mark in self.marks])
+        passed_ns = np.concatenate([[0], np.cumsum(times[ends] - times[begins])])
+
+        def shown_ns(moments: NDArray[np.int64]) -> NDArray[np.int64]:
+            count = np.searchsorted(times[begins], moments, "right")
+            last = np.maximum(count - 1, 0)
+            over = np.where(count > 0, np.maximum(times[ends][last] - moments, 0), 0)
+            return moments - passed_ns[count] + over
+
+        shown = zip(self.marks, shown_ns(times).tolist(), strict=True)
+        return replace(
+            self,
+            time_ns=shown_ns(self.time_ns),
+            marks=tuple([one._replace(time_ns=time_ns) for one, time_ns in shown]),
+        )
+
     def has(self, pointer: int, mark: int) -> bool:
         """Return whether an address is, at the mark with this id, in memory that was allocated in the block."""
         end = self.marks[mark].position
@@ -183,6 +239,16 @@ class AllocationRecorder(ABC):
     def pointer_of(self, storage: UntypedStorage) -> int:
         """Return the address that a storage has in the trace; 0 for one without memory."""
         return 0 if storage.device.type == "meta" else storage.data_ptr()
+
+    def hide(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Leave some stretches, given as for `AllocationTrace.within`, out of the trace, as if they took no time.
+
+        What they allocated goes, with its frees; and what was there before the block, and was freed in them, stays.
+        """
+        if stretches:
+            trace = self.trace
+            goes = trace.made_in(stretches) | (trace.within(stretches) & trace.is_of_before)
+            self._trace = trace.without(goes).without_seconds(stretches)
 
     @property
     def trace(self) -> AllocationTrace:

@@ -23,6 +23,15 @@ def check_around(module: nn.Module) -> None:
         )
 
 
+def check_in_memory(module: nn.Module) -> None:
+    """Raise if parameters of a module wait in a store: they count in plans of whole models only."""
+    if keeps_in_store(module):
+        raise UnsupportedError(
+            "parameters of this stage wait in a store (torchremat.offload_parameters), and plans of stages count all "
+            "of them as in memory. Plan and apply first, and call it then; or call `remove()`."
+        )
+
+
 def check_model(model: nn.Module, given: list[nn.Module] | None) -> None:
     """Raise if the parameters of a model, or of some modules of it, cannot wait in a store.
 

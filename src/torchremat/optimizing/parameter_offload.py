@@ -40,6 +40,7 @@ from torchremat.optimizing.release import releases_of
 from torchremat.optimizing.stored_state import check_store
 from torchremat.stores.base import land, settle
 from torchremat.stores.held import Kept
+from torchremat.stores.parameter_moves import moving
 from torchremat.stores.stored_parameters import (
     SavedView,
     bring_back,
@@ -157,6 +158,7 @@ class ParameterOffload:
         with self._lock:
             self._uses.claims.subtract(map(id, parameters))
 
+    @moving()
     def _put_away(self, parameters: Iterable[Tensor]) -> None:
         left: list[Leaving] = []
         try:
@@ -170,6 +172,7 @@ class ParameterOffload:
                     if gone:
                         self._uses.forget(one)
                     else:
+                        came_in(one)  # and stays for now
                         self._back[id(one)] = one
         finally:
             if left:
@@ -204,7 +207,9 @@ class ParameterOffload:
             following = self._order.after(parameter, in_backward=task >= 0)
             handle = None if following is None else handle_of(following)
             # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
-            begins = self._ahead is None or handle_of(self._ahead) is None
+            # What is on its way out is in memory, where `taken_back` finds it, and would be there twice.
+            leaves = any(one.handle is handle for one in self._leaving)
+            begins = not leaves and (self._ahead is None or handle_of(self._ahead) is None)
             self._ahead = following if begins else self._ahead
         if handle is not None and begins:
             with plainly():  # no inference tensors; hidden from a policy of the region that runs
@@ -222,6 +227,7 @@ class ParameterOffload:
             self._put_away({id(one): one for one in rest}.values())
             self._back.clear()  # the others leave when their modules have run
 
+    @moving()
     def _settle(self) -> None:
         with self._lock:
             leaving, self._leaving = self._leaving, []

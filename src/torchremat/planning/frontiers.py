@@ -226,9 +226,7 @@ def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
     first, solutions = ways[0], list[Solution]()
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
-        # A way with parameters in a store has the search of the way before it.
-        of_search = {search: _sought(search, points) for search in dict.fromkeys(way.solver for way in ways)}
-        every = [Solution(profiled=way, candidate=one) for way in ways for one in of_search[way.solver]]
+        every = [Solution(profiled=way, candidate=one) for way in ways for one in _sought(way.solver, points)]
         solutions.extend(_undominated(every))
         ran_out = any(way.solver.search_budget.ran_out for way in ways)
         return tuple(_point(one) for one in solutions), ran_out

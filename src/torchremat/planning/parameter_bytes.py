@@ -1,8 +1,8 @@
 """The bytes of parameters that wait in a store while their modules do not run.
 
-A step is profiled with all parameters in memory, and the same operators run under the same trees if some are away. So
-its bytes are those of the profile, without the parameters that are away, and with those that are in memory at a time.
-The latter depend on the order of the backward and of recomputes. Their most is bounded, whatever the order is:
+A step is profiled while they wait, and its record leaves their moves out, see `Machine.record`. So its bytes are those
+of the profile, and with those of the parameters that are in memory at a time. The latter depend on the order of the
+backward and of recomputes. Their most is bounded, whatever the order is:
 
     a module runs       its parameters, those of the modules around it, and all that their own code reads; and what the
                         step reads outside of all modules
@@ -16,20 +16,19 @@ The bound takes the largest of each, and all of a call for the one that comes ah
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from heapq import nlargest
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from torchremat.measuring.optimizers import Optimizer
-from torchremat.optimizing.parameter_offload import offload_parameters
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.before import BytesBefore
 from torchremat.planning.checks import is_part_of
-from torchremat.planning.devices.machines import Machine
 from torchremat.planning.profiles.traces import Trace
-from torchremat.stores.stored_parameters import StoredParameter, stand_in
-from torchremat.tensors.handles import Store
+from torchremat.stores.stored_parameters import Keeper, keeper_of, put_to_rest
 
 _Use: TypeAlias = tuple[frozenset[int], frozenset[int]]
 _OTHERS = 3  # which leave, were read, and come ahead
@@ -40,59 +39,73 @@ class ParameterBytes:
     """The bytes of parameters that wait in a store.
 
     Attributes:
-        away_bytes: What leaves the device with them. A store on the same device takes its own bytes from that.
+        away_bytes: What has left the device with them.
+        held_bytes: What the store takes on the same device.
         room_bytes: The most of them in memory at once in forward and backward. An upper bound.
         step_room_bytes: The most in `optimizer.step()`. An upper bound.
     """
 
     away_bytes: int = 0
+    held_bytes: int = 0
     room_bytes: int = 0
     step_room_bytes: int = 0
+
+    def added_to(self, before: BytesBefore) -> BytesBefore:
+        """Return live bytes before a step, with the most that there is at any time."""
+        most_bytes = self.held_bytes + max(self.room_bytes, self.step_room_bytes)
+        return replace(before, parameter_bytes=before.parameter_bytes + most_bytes)
 
 
 NONE_AWAY = ParameterBytes()
 
 
-def parameter_bytes(
-    model: nn.Module, optimizer: Optimizer, store: Store, trace: Trace, machine: Machine
-) -> ParameterBytes:
-    """Put the parameters of a model into a store and bring them back, and return their bytes.
+def parameter_bytes(model: nn.Module, traced: Trace, device: torch.device) -> ParameterBytes:
+    """Bring each parameter of a model that waits in a store back and put it away again, and return their bytes.
 
     Args:
         model: The model.
-        optimizer: Steps on them.
-        store: The store.
-        trace: A traced forward.
-        machine: Where the step runs.
+        traced: A traced forward.
+        device: The device whose bytes count.
 
     Raises:
-        UnsupportedError: See `offload_parameters`.
-        StoreError: See `offload_parameters`.
+        StoreError: One cannot be brought back.
     """
-    for one in model.parameters():
-        stand_in(one.dtype, one.device)  # made once, and then it stays
-    with machine.record() as recorder:
-        with offload_parameters(model, optimizer, store) as offload:
-            away = recorder.mark("away")
-            stored = [one for one in model.parameters() if type(one) is StoredParameter]
-            here = sorted((one for one in stored if one.device.type == machine.device.type), key=lambda one: one.nbytes)
-            with offload.in_memory(here[-1:]):
-                pass
-            offload.end()
-            moved = recorder.mark("moved")
-        recorder.mark("back")
+    put_to_rest(model.parameters())
+    waiting = [(one, keeper) for one in model.parameters() if (keeper := keeper_of(one)) is not None]
+    here = sorted((pair for pair in waiting if pair[0].device.type == device.type), key=lambda pair: -pair[0].nbytes)
     if not here:
         return NONE_AWAY
-    sizes, largest = {id(one): one.nbytes for one in here}, here[-1].nbytes
-    unseen_bytes = sum(sizes.values()) if machine.device.type == "cpu" else 0  # frees of memory from before the record
+    _move(*here[0], lambda _: 0)  # so that what comes ahead of the next one has come
+    with record_allocations(device) as recorder:
+        marks = [_move(*one, recorder.mark) for one in here]
+    trace = recorder.trace
+    sizes, largest = {id(one): one.nbytes for one, _ in here}, here[0][0].nbytes
     # What a transfer needs beyond the parameter itself.
-    passing_bytes = max(0, recorder.trace.rise_bytes_between(away, moved) - largest)
+    passing_bytes = max(0, trace.rise_bytes_between(marks[0].away, marks[0].gone) - largest)
+    held_bytes = int(trace.delta_bytes[trace.made_in([(one.here, one.gone) for one in marks])].sum())
     return ParameterBytes(
-        away_bytes=unseen_bytes - recorder.trace.live_bytes_at(away),
-        room_bytes=room_bytes(sizes, set(_uses(model, trace, sizes))) + passing_bytes,
+        away_bytes=sum(sizes.values()) - held_bytes,
+        held_bytes=held_bytes,
+        room_bytes=room_bytes(sizes, set(_uses(model, traced, sizes))) + passing_bytes,
         # Slices of parameters step, none larger than the largest parameter: one steps, one leaves, and one comes.
         step_room_bytes=min(sum(sizes.values()), 3 * largest) + passing_bytes,
     )
+
+
+class _MoveMarks(NamedTuple):
+    """The marks before a move of a parameter, where it is in memory, and after it."""
+
+    away: int
+    here: int
+    gone: int
+
+
+def _move(parameter: Tensor, keeper: Keeper, mark: Callable[[str], int]) -> _MoveMarks:
+    away = mark("away")
+    with keeper.in_memory([parameter]):
+        here = mark("here")
+    keeper.end()
+    return _MoveMarks(away, here, mark("gone"))
 
 
 def room_bytes(sizes: Mapping[int, int], uses: Set[_Use]) -> int:

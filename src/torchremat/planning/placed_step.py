@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from torch import nn
@@ -21,7 +22,9 @@ from torchremat.planning.profiles.optimizers import state_made
 from torchremat.planning.profiles.step_seconds import SteppingSeconds, stepping_seconds
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.stepping import Stepping, check_ways, stepping_as
+from torchremat.planning.stepping import PLAIN_STEPPING, Stepping, check_ways, stepping_as
+from torchremat.planning.store_profiles import check_apart
+from torchremat.stores.stored_parameters import keeper_of
 
 
 class PlacedStep:
@@ -35,6 +38,7 @@ class PlacedStep:
         subject: The step with everything that it touches.
         peers: The processes that train the model.
         repeats: Which modules repeat their forward, as found so far.
+        is_stored: Whether parameters wait in a store in any way: `offload_parameters` was called before.
         parameters: Shapes of the parameters, by name.
     """
 
@@ -42,12 +46,13 @@ class PlacedStep:
         self._began_s = time.perf_counter()
         self.model, self.options = model, options
         check_kinds(step, model, options.optimizer, needs_model=True)
-        if keeps_in_store(model):
-            raise UnsupportedError(
-                "parameters of this model wait in a store (torchremat.offload_parameters), and a step is profiled with "
-                "all of them in memory. Plan first, apply the plan, and call offload_parameters then; or call "
-                "`remove()`, and plan with parameter_store=."
-            )
+        self.is_stored = keeps_in_store(model)
+        keepers = [one for each in model.parameters() if (one := keeper_of(each)) is not None]
+        self._given_store = keepers[0].store if keepers else None
+        if self.is_stored:
+            _check_stored(options)
+            for one in keepers:
+                check_apart(options.stores, one.store, "offload_parameters")
         self.machine, self.profiled, self.subject = placed(model, step, options.optimizer, options.device, options.on)
         self.peers = peers_of(model)
         if options.stores and self.peers.are_several:
@@ -83,22 +88,52 @@ class PlacedStep:
 
     @contextmanager
     def stepping(self, way: Stepping) -> Generator[None]:
-        """Let the optimizer step in a way in the block, and have its state; parameters are in memory in any way."""
+        """Let the optimizer step in a way in the block, and have its state."""
         with (
-            stepping_as(self.model, self.options.optimizer, way.profiled, self.options.step_stores),
+            stepping_as(self.model, self.options.optimizer, way, self.options.step_stores),
             state_made(self.subject),
         ):
             yield
 
     def parameter_bytes(self, way: Stepping, trace: Trace) -> ParameterBytes:
-        """Return the bytes of parameters that wait in a store; this moves all of them there and back once."""
-        store, optimizer = self.options.parameter_store, self.options.optimizer
-        if not way.stores_parameters or store is None or optimizer is None:
-            return NONE_AWAY
-        return parameter_bytes(self.model, optimizer, store, trace, self.machine)
+        """Return the bytes of parameters that wait in a store while the optimizer steps in a way."""
+        is_away = way.stores_parameters or self.is_stored
+        return parameter_bytes(self.model, trace, self.machine.device) if is_away else NONE_AWAY
+
+    def added_s(self, way: Stepping, backward_s: float) -> float:
+        """Return the seconds that a way adds to a plain step whose backward takes `backward_s`."""
+        if way == PLAIN_STEPPING:
+            return 0.0
+        return self._seconds_in(way, backward_s) - self.waiting_s(backward_s)
+
+    def waiting_s(self, backward_s: float) -> float:
+        """Return the seconds that parameters which wait in any way add to a plain step."""
+        return self._seconds_in(PLAIN_STEPPING, backward_s) if self.is_stored else 0.0
+
+    def _seconds_in(self, way: Stepping, backward_s: float) -> float:
+        way = replace(way, stores_parameters=way.stores_parameters or self.is_stored)
+        return self.stepping_seconds.added_s(way, backward_s)
 
     @cached_property
     def stepping_seconds(self) -> SteppingSeconds:
         """The seconds that ways of stepping add, measured when first asked for."""
+        stores = self.options.step_stores
+        stores = replace(stores, parameters=self._given_store) if self.is_stored else stores
+        in_parts = any(one.releases or one.stores for one in self.options.ways_of_stepping)
         with self.profiling():
-            return stepping_seconds(self.subject, self.machine.device, self.options.step_stores)
+            return stepping_seconds(self.subject, self.machine.device, stores, in_parts=in_parts)
+
+
+def _check_stored(options: PlanOptions) -> None:
+    """Raise if parameters that wait in a store already, in any plan, do not agree with an option."""
+    waits = "parameters of this model wait in a store already (torchremat.offload_parameters)"
+    if options.parameter_store is not None:
+        raise UnsupportedError(
+            f"parameter_store=: {waits}, and every plan counts them so. Leave it out; or call `remove()` of the "
+            "offload, and the plan may choose it."
+        )
+    if options.on is not None:
+        raise UnsupportedError(
+            f"on={options.on!r}: {waits}, and parts of the step run to measure that, which need data. Leave `on` out, "
+            "or call `remove()` of the offload."
+        )

@@ -224,6 +224,11 @@ class PlanData(Choice, Forecast, Provenance):
     # Of this plan only: `dataclasses.replace` does not copy it. See `claimed`.
     _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
 
+    @property
+    def is_of_stored(self) -> bool:
+        """Whether parameters have waited in a store when it was made, so that it counts on that in any step."""
+        return bool(self.away_bytes) and not self.stepping.stores_parameters
+
     @cached_property
     def certificate(self) -> Certificate | None:
         """How far the plan can be from the best possible, computed when first asked for; None if unknown."""

@@ -16,7 +16,7 @@ from torchremat.planning.devices.device import Device
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
 from torchremat.planning.stepping import NO_STORES, Stepping, StepStores, ways_of_stepping
-from torchremat.planning.store_profiles import check_step_stores, check_stores
+from torchremat.planning.store_profiles import check_apart, check_step_stores, check_stores
 from torchremat.tensors.handles import Store
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ class PlanOptions:
     Raises:
         UnsupportedError: `cost`, `operators`, `allow_lossy`, `release_gradients` or `progress` is not valid; one of the
             stores is no store, or is lossy and that is not allowed; or there are stores or `release_gradients` with
-            `on="meta"`, or both `stores` and `parameter_store`.
+            `on="meta"`, or `parameter_store` is among `stores` and has a limit.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -89,11 +89,7 @@ class PlanOptions:
                 'release_gradients=True or "auto".'
             )
         check_step_stores(self.step_stores)
-        if self.stores and self.parameter_store is not None:
-            raise UnsupportedError(
-                "stores= and parameter_store=: where saved tensors wait in a store, nodes keep their parameters in "
-                "memory. Leave one of them out."
-            )
+        check_apart(self.stores, self.parameter_store, "parameter_store=")
         if self.stores and self.on is not None:
             raise UnsupportedError(
                 "stores are chosen by their speed, which has to be measured on the device: leave out stores or "

@@ -60,7 +60,7 @@ class Planner(ProfiledStep):
                 super().__init__(placed, self._ways[0])
                 break
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or all(one.stores_parameters for one in self._ways[1:]):
+                if not is_out_of_memory(error) or len(self._ways) == 1:
                     raise
                 let_go(error)
             # A profile takes less memory than any plan that keeps something, so no plan in this way would fit.
@@ -134,7 +134,7 @@ class Planner(ProfiledStep):
         if best.cost <= self._least_gain:
             return False  # the seconds of ways need not be known
         backward_s = self.profile.seconds - self.profile.forward_seconds
-        return self.placed.stepping_seconds.added_s(way, backward_s) + self._least_gain < best.cost
+        return self.placed.added_s(way, backward_s) + self._least_gain < best.cost
 
     @property
     def _least_gain(self) -> float:
@@ -145,8 +145,7 @@ class Planner(ProfiledStep):
         if way == self.stepping:
             return self
         if way not in self._others:
-            like = self._in(way.profiled) if way.stores_parameters else None
-            self._others[way] = ProfiledStep(self.placed, way, self, like)
+            self._others[way] = ProfiledStep(self.placed, way, self)
         return self._others[way]
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import draw
+from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.checks import CountedBytes, checks_on
 from torchremat.planning.files import from_json, to_json
@@ -67,7 +68,8 @@ class Plan(PlanData, ViewedOverTime):
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not the ones, or it was made without stores, or its regions nest too
-                deeply to run, or it needs an optimizer and has none.
+                deeply to run, or it needs an optimizer and has none, or parameters have waited in a store when it was
+                made, and do not now.
             StepError: The optimizer has none of the model's parameters.
             StoreError: The state, or a parameter, does not go into the store.
             UnsupportedError: One of the stores is no store, or is lossy and that is not allowed; or `allow_lossy` is
@@ -78,6 +80,11 @@ class Plan(PlanData, ViewedOverTime):
         given = check_stores(stores, allow_lossy=allow_lossy)
         self.check(model)
         check_bare(model)
+        if self.is_of_stored and not keeps_in_store(model):
+            raise PlanError(
+                f"the plan was made while {format_bytes(self.away_bytes)} of parameters wait in a store, and here none "
+                "do. Call `torchremat.offload_parameters` before `apply`, or plan again."
+            )
         if depth(self.tree) > DEEPEST:  # See NOTE [ How deep regions may nest ]
             raise PlanError(
                 f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's "

@@ -24,7 +24,7 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
     plain = f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source})"
     # Saved tensors are freed by then, so no plan lowers this peak.
     where = "the optimizer's step" if plan.is_by_optimizer else plan.where
-    bound = ", at most" if plan.stepping.stores_parameters else ""
+    bound = ", at most" if plan.room_bytes else ""
     again = f"{100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward"
     rows = [
         ("budget", format_bytes(plan.budget_bytes), f"({plan.budget}) on {plan.device}"),
@@ -67,17 +67,18 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
 def stepping_rows(plan: PlanData) -> list[tuple[str, str, str]]:
     """Return what is released, and what waits where; nothing for a plan whose optimizer steps plainly."""
     rows: list[tuple[str, str, str]] = []
-    added = f"{1e3 * plan.stepping_seconds:.1f} ms added"
+    added = f", {1e3 * plan.stepping_seconds:.1f} ms added" if plan.stepping_seconds else ""
     if plan.stepping.releases:
         last = "last " if plan.stepping.accumulates else ""
         note = f"of gradients: each parameter steps in the {last}backward"
         rows.append(("released", format_bytes(plan.released_bytes), note))
     if plan.stepping.stores:
         rows.append(("waiting", format_bytes(plan.waiting_bytes), f"of optimizer state in {plan.optimizer_store}"))
-    if plan.stepping.stores_parameters:
-        note = f"of parameters in {plan.parameter_store}, at most {format_bytes(plan.room_bytes)} of them in memory"
+    if plan.away_bytes:
+        where = "already" if plan.is_of_stored else f"in {plan.parameter_store}"
+        note = f"of parameters {where}, at most {format_bytes(plan.room_bytes)} of them in memory"
         rows.append(("waiting", format_bytes(plan.away_bytes), note))
-    return [*rows[:-1], *((name, size, f"{note}, {added}") for name, size, note in rows[-1:])]
+    return [*rows[:-1], *((name, size, f"{note}{added}") for name, size, note in rows[-1:])]
 
 
 def _rows(plan: PlanData) -> list[str]:

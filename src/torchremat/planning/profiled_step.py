@@ -22,7 +22,6 @@ from torchremat.planning.devices.device import device_of
 from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.layout import bare
-from torchremat.planning.parameter_bytes import NONE_AWAY
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_data import PlainSource
@@ -54,7 +53,6 @@ class ProfiledStep:
         placed: The step where it runs.
         stepping: The way.
         reference: The profile in the first way, which knows the plain step; None if this is the first.
-        like: For a way with parameters in a store: the step in this way without that, which has the same profile.
 
     Attributes:
         placed: The step where it runs.
@@ -72,25 +70,19 @@ class ProfiledStep:
         placed: PlacedStep,
         stepping: Stepping = PLAIN_STEPPING,
         reference: ProfiledStep | None = None,
-        like: ProfiledStep | None = None,
     ) -> None:
         self.placed, self.stepping = placed, stepping
         self.model, self.options, self.subject = placed.model, placed.options, placed.subject
         self._machine, self._peers = placed.machine, placed.peers
         self._reference = None if reference is None else ref(reference)  # which has this
         self._plain: tuple[int, PlainSource] | None = None
-        self.parameters, self._like = NONE_AWAY, like
-        if like is not None:
-            self.profile, self.solver, self._leader = like.profile, like.solver, like._leader
-            with placed.profiling():
-                self.parameters = placed.parameter_bytes(stepping, self.profile.units.trace)
-            return
         search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
         with placed.profiling(), placed.stepping(stepping):
             agreed = profiled_together(self._peers, placed.profiled, self.subject, self._machine, placed.repeats)
             pair, self._leader = agreed.pair, agreed.largest
             store_profiles = weighed(self.model, self.subject, pair, self.options.stores)
+            self.parameters = placed.parameter_bytes(stepping, pair.blocks.units.trace)
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = pair.blocks
@@ -101,7 +93,7 @@ class ProfiledStep:
     def before(self) -> BytesBefore:
         """Live bytes before the first step."""
         before = self.profile.before
-        return replace(before, parameter_bytes=before.parameter_bytes - self.parameters.away_bytes)
+        return replace(before, parameter_bytes=before.parameter_bytes + self.parameters.held_bytes)
 
     @property
     def fixed_bytes(self) -> int:
@@ -151,9 +143,7 @@ class ProfiledStep:
     @cached_property
     def added_s(self) -> float:
         """Seconds that the way of stepping adds to a step."""
-        if self.stepping == PLAIN_STEPPING:
-            return 0.0
-        return self.placed.stepping_seconds.added_s(self.stepping, self.profile.seconds - self.profile.forward_seconds)
+        return self.placed.added_s(self.stepping, self.profile.seconds - self.profile.forward_seconds)
 
     # ---------------------------------------------------------------------------------------------- the plain step
 
@@ -176,9 +166,12 @@ class ProfiledStep:
 
     @property
     def plain_fixed_bytes(self) -> int:
-        """Live bytes before a plain step."""
+        """Live bytes before a plain step; of parameters that wait in any case, the most that are in memory at once."""
         first = self.plain_profile
-        return first.fixed_bytes + first.released_bytes + first.waiting_bytes
+        fixed_bytes = first.fixed_bytes + first.released_bytes + first.waiting_bytes
+        if first.stepping.stores_parameters:
+            fixed_bytes += first.parameters.away_bytes - first.parameters.room_bytes
+        return fixed_bytes
 
     @cached_property
     def _plain_optimizer_peak_bytes(self) -> int:
@@ -191,7 +184,10 @@ class ProfiledStep:
             if not is_out_of_memory(error):
                 raise
             return 0
-        return self.plain_fixed_bytes - found.state_bytes + found.peak_bytes
+        fixed_bytes = self.plain_fixed_bytes
+        if self.placed.is_stored:
+            fixed_bytes += self.parameters.step_room_bytes - self.parameters.room_bytes
+        return fixed_bytes - found.state_bytes + found.peak_bytes
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -213,7 +209,8 @@ class ProfiledStep:
 
     def _measured_plain(self) -> int | None:
         needed_bytes = self.solver.plain.prediction.peak_bytes + self.released_bytes
-        if not self._machine.is_here or not self._peers.everywhere(lambda: has_room(self._machine, needed_bytes)):
+        is_here = self._machine.is_here and not self.placed.is_stored
+        if not is_here or not self._peers.everywhere(lambda: has_room(self._machine, needed_bytes)):
             return None
         device = self.profile.device
         try:
@@ -261,8 +258,6 @@ class ProfiledStep:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a step without any recompute, which certificates are made from."""
-        if self._like is not None:
-            return self._like.plain_step
         with bare(self.model):
             return plain_step(
                 self.subject,
@@ -303,7 +298,8 @@ class Solution:
     def plain_seconds(self) -> float:
         """Seconds of a plain step: in each way the same, so that ways can be compared."""
         first = self.profiled.plain_profile
-        return self.candidate.profile.seconds if first is self.profiled else first.profile.seconds
+        own = self.candidate.profile if first is self.profiled else first.profile
+        return own.seconds + first.placed.waiting_s(own.seconds - own.forward_seconds)
 
 
 def check_request(model: nn.Module, step: Step, options: PlanOptions, budget: int | str, *, margin: int | str) -> None:

@@ -8,7 +8,7 @@
 
 These are ways of stepping, in the order of the seconds that they add. Each changes all bytes of a step, so each has a
 profile of its own; the trees of regions are searched for in each. The last way has parameters in a store as well, while
-their modules do not run: it has the profile of the way before it, without these parameters. See `parameter_bytes`.
+their modules do not run; see `parameter_bytes`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class Stepping:
     accumulates: bool = False
     clip_value: float | None = None
     stores_parameters: bool = False
-
-    @property
-    def profiled(self) -> Stepping:
-        """The way in which the step is profiled: with all parameters in memory."""
-        return replace(self, stores_parameters=False)
 
     def __str__(self) -> str:
         words = ["gradients released"] * self.releases + ["state stored"] * self.stores

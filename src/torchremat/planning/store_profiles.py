@@ -6,7 +6,7 @@ back at once under the allocator's events, and drop it. Units of one signature w
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
@@ -72,6 +72,36 @@ def check_step_stores(stores: StepStores) -> None:
     )
 
 
+def check_apart(stores: Sequence[Store], parameters: Store | None, name: str) -> None:
+    """Raise if parameters would take room in a store that a plan counts on for saved tensors.
+
+    Raises:
+        UnsupportedError: They share a store that has a limit.
+    """
+    shared = {id(one) for store in stores for one in _limited_in(store)}
+    found = next((one for one in _limited_in(parameters) if id(one) in shared), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"stores= and {name}: parameters take a part of the limit of {found!r} that changes in a step, so the room "
+            "for saved tensors is not known. Give each a store of its own, or one without a limit."
+        )
+
+
+def _limited_in(store: object) -> Iterator[object]:
+    """Yield the stores with a limit that a store is, or has inside of it."""
+    found = getattr(store, "statistics", None)
+    if isinstance(found, StoreStatistics) and found.limit_bytes is not None:
+        yield store
+    for inner in _inside(store):
+        yield from _limited_in(inner)
+
+
+def _inside(store: object) -> Iterator[object]:
+    """Yield the stores inside of a store."""
+    inner = (*cast("tuple[object, ...]", getattr(store, "stores", ())), getattr(store, "store", None))
+    return (one for one in inner if one is not None)
+
+
 def _check_lossless(store: Store | None, name: str, why: str) -> None:
     if store is None:
         return
@@ -90,8 +120,7 @@ def _lossy_in(store: object) -> object:
     """Return the lossy codec of a store, or of a store inside it; None if it has none."""
     if getattr(store, "lossy", None) is not None:
         return cast("object", getattr(store, "lossy"))  # noqa: B009
-    inner = (*cast("tuple[object, ...]", getattr(store, "stores", ())), getattr(store, "store", None))
-    return next((found for one in inner if one is not None and (found := _lossy_in(one)) is not None), None)
+    return next((found for one in _inside(store) if (found := _lossy_in(one)) is not None), None)
 
 
 def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Sequence[Store]) -> tuple[StoreProfile, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -213,8 +214,21 @@ class ServedSlot(Slot):
 
 def slot_of(region: Recomputable, index: int, tensor: Tensor) -> Slot:
     """Return the slot of a saved tensor. It brings the tensor back itself, if that is a parameter from a store."""
-    served = saved_view_of(tensor) if region.serves and not holding.now else None
+    served = saved_view_of(tensor) if region.serves and not holding.now and not _recomputing_all else None
     return Slot(region, index) if served is None else ServedSlot(region, index, served)
+
+
+_recomputing_all: list[None] = []
+
+
+@contextmanager
+def recomputing_all() -> Generator[None]:
+    """Let a recompute make parameters from a store as well, as with all in memory: to profile that order."""
+    _recomputing_all.append(None)
+    try:
+        yield
+    finally:
+        _recomputing_all.pop()
 
 
 class _Gone:

@@ -17,6 +17,7 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.storages import address_of
+from torchremat.optimizing.parameter_checks import check_in_memory
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.descriptions import plan_of
@@ -78,6 +79,7 @@ class StagePlanner:
             )
         for _, module in own:
             check_bare(module)
+            check_in_memory(module)
         if optimizer is not None:
             check_steps_on(optimizer, [parameter for _, module in own for parameter in module.parameters()])
         self._devices = _devices_of(pipeline)

@@ -27,4 +27,5 @@ narrowing.py   how such a tensor is recognised when it is saved
 offloading.py  the saved tensors of a block of code, put into a store
 
 stored_parameters.py   a parameter whose values a store has
+parameter_moves.py     marks around its moves, in a record of a step
 """

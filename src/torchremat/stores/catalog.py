@@ -29,6 +29,7 @@ from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Schedule, Stored, as_in_memory
+from torchremat.stores.stored_parameters import saved_view_of
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
@@ -102,7 +103,7 @@ class Catalog:
         if self._waiting.record is not None and self._waiting.sequence != sequence_number():
             self.settle()
         packed = self._put(tensor, is_complete=False)
-        return Kept(tensor) if packed is None else packed
+        return packed or saved_view_of(tensor) or Kept(tensor)
 
     def put_complete(self, tensor: Tensor) -> InCatalog | None:
         """Return the same for an operator's output, which is complete; None if it is kept in place.

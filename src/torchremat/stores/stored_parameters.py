@@ -50,7 +50,10 @@ from torchremat._compat.transforms import below_transforms, see_wrapped
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
+from torchremat.stores.held import InCatalog
+from torchremat.stores.parameter_moves import moving
 from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.parts import PLAIN_CLASSES, memories_of
 from torchremat.tensors.structure import tensors_in as tensors_of
 from torchremat.tensors.versioned import Versioned
@@ -59,7 +62,13 @@ _lock = threading.RLock()  # a backward has a thread for each device
 
 
 class Keeper(Protocol):
-    """What decides when parameters are in memory."""
+    """What decides when parameters are in memory.
+
+    Attributes:
+        store: Where they are else.
+    """
+
+    store: Store
 
     def in_memory(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a block in which those are in memory for which it decides, and after which they leave."""
@@ -177,16 +186,17 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
     """
     if type(parameter) is not StoredParameter:
         return
-    with _lock:  # See NOTE [ Who moves the values of a parameter ]
-        stored = _stored.get(id(parameter))
+    with moving():
+        with _lock:  # See NOTE [ Who moves the values of a parameter ]
+            stored = _stored.get(id(parameter))
+            if stored is not None:
+                with plainly():
+                    left = stored.keeper.taken_back(parameter)
+                    parameter.data = stored.content.back(stored.handle.get()) if left is None else left
+                del _stored[id(parameter)]
+            cast("Any", parameter).__class__ = nn.Parameter
         if stored is not None:
-            with plainly():
-                left = stored.keeper.taken_back(parameter)
-                parameter.data = stored.content.back(stored.handle.get()) if left is None else left
-            del _stored[id(parameter)]
-        cast("Any", parameter).__class__ = nn.Parameter
-    if stored is not None:
-        stored.keeper.came_back(parameter, is_read=is_read)
+            stored.keeper.came_back(parameter, is_read=is_read)
 
 
 def _read(argument: object) -> None:
@@ -211,6 +221,12 @@ def handle_of(parameter: Tensor) -> Handle | None:
     """Return a store's claim on the values of a parameter; None if they are in memory."""
     stored = _stored.get(id(parameter))
     return None if stored is None else stored.handle
+
+
+def keeper_of(parameter: Tensor) -> Keeper | None:
+    """Return what decides when a parameter that is not in memory comes back; None if it is in memory."""
+    stored = _stored.get(id(parameter))
+    return None if stored is None else stored.keeper
 
 
 def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Handle, Tensor]]:
@@ -293,7 +309,7 @@ def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
-class SavedView:
+class SavedView(InCatalog):
     """The object that autograd holds in place of a parameter, or of a view of one, that a node has saved."""
 
     __slots__ = ("_offset", "_parameter", "_size", "_stride", "_version")
@@ -302,6 +318,11 @@ class SavedView:
         self._parameter = parameter
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._version = tensor._version
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of the view."""
+        return metadata_of(self.get())
 
     def get(self) -> Tensor:
         """Return the view.
@@ -336,21 +357,28 @@ def went_out(parameter: Tensor) -> None:
     parameters_in_memory.pop(parameter.untyped_storage()._cdata, None)
 
 
+def parameter_in(memory: torch.UntypedStorage) -> Tensor | None:
+    """Return the parameter of an offload whose values lie in some memory now; None if none does."""
+    found = parameters_in_memory.get(memory._cdata)
+    parameter = None if found is None else found()
+    is_there = type(parameter) is nn.Parameter and parameter.untyped_storage()._cdata == memory._cdata
+    return parameter if is_there else None  # else it is one that got the address of its earlier memory
+
+
+def put_to_rest(parameters: Iterable[Tensor]) -> None:
+    """Let the offloads of some parameters put away what code has read, so that a run of a step begins as others do."""
+    found = [keeper for one in parameters if (keeper := keeper_of(one)) is not None]
+    for keeper in {id(one): one for one in found}.values():
+        keeper.end()
+
+
 def saved_view_of(tensor: Tensor) -> SavedView | None:
     """Return what to hold in place of a tensor, if it lies in the memory of such a parameter, else None."""
     memories = memories_of(tensor) if type(tensor) in PLAIN_CLASSES else ()
     if not memories:
         return None
-    address = memories[0]._cdata
-    parameter = None if (found := parameters_in_memory.get(address)) is None else found()
+    parameter = parameter_in(memories[0])
     if parameter is None:
         return None
-    # It is read as the parameter is, and not one that got the address of its earlier memory.
-    is_view = (
-        type(parameter) is nn.Parameter
-        and parameter.untyped_storage()._cdata == address
-        and parameter.dtype == tensor.dtype
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-    return SavedView(parameter, tensor) if is_view else None
+    is_read_alike = parameter.dtype == tensor.dtype and not tensor.is_conj() and not tensor.is_neg()
+    return SavedView(parameter, tensor) if is_read_alike else None

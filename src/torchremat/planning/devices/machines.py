@@ -21,6 +21,7 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.traces import AllocationRecorder
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.devices.overheads import Overheads, overheads
+from torchremat.stores.parameter_moves import marking_moves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Machine(Protocol):
         ...
 
     def record(self) -> AbstractContextManager[AllocationRecorder]:
-        """Record the allocator's events during a block."""
+        """Record the allocator's events during a block, without those of moves of parameters to a store and back."""
         ...
 
     def logged(self) -> AbstractContextManager[AllocationRecorder | None]:
@@ -107,9 +108,12 @@ class Here:
         accelerator_of(self.device).warm(self.device)
         return nullcontext()
 
-    def record(self) -> AbstractContextManager[AllocationRecorder]:
+    @contextmanager
+    def record(self) -> Generator[AllocationRecorder]:
         """See `Machine`."""
-        return record_allocations(self.device)
+        with record_allocations(self.device) as recorder, marking_moves(recorder.mark) as moves:
+            yield recorder
+        recorder.hide(moves)
 
     @contextmanager
     def logged(self) -> Generator[AllocationRecorder | None]:
@@ -136,12 +140,14 @@ class Here:
     def forward_seconds(self, subject: Subject) -> ForwardSeconds | None:
         """See `Machine`."""
         # Grad mode stays on: without it models take other branches, hooks on tensors raise, and compiled code differs.
-        with subject.untouched(), nothing_kept():
+        with subject.untouched(), nothing_kept(), marking_moves(lambda _: time.perf_counter_ns()) as moves:
             accelerator = accelerator_of(self.device)
             start_s = accelerator.seconds(self.device)
             subject.run()
             launched_s = time.perf_counter() - start_s
-            return ForwardSeconds(launched_s=launched_s, done_s=accelerator.seconds(self.device) - start_s)
+            done_s = accelerator.seconds(self.device) - start_s
+        moved_s = 1e-9 * sum(ends - begins for begins, ends in moves)
+        return ForwardSeconds(launched_s=launched_s - moved_s, done_s=done_s - moved_s)
 
     def overheads(self) -> Overheads:
         """See `Machine`."""

@@ -30,6 +30,7 @@ from torchremat.planning.profiles.watching import UnitSave, WatchedUnit, Watcher
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint, UnitBytes
 from torchremat.planning.simulator.simulator import MemorySimulator, Options
 from torchremat.schedules.chain import Tree
+from torchremat.stores.parameter_moves import MOVES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,8 @@ class _Reader:
 
     def freed_after(self, mark: int) -> int:
         """The position after the frees that follow a mark: a region's mark comes just before its tensors are freed."""
-        position, end = self.position[mark], self.position[mark + 1]
+        following = (one.id for one in self.trace.marks[mark + 1 :] if one.label not in MOVES)
+        position, end = self.position[mark], self.position[next(following)]
         while position < end and self.trace.delta_bytes[position] <= 0:
             position += 1
         return position

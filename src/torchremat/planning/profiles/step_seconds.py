@@ -65,27 +65,31 @@ class SteppingSeconds:
         return alone_s + max(busy_s, moves_s - backward_s)
 
 
-def stepping_seconds(subject: Subject, device: torch.device, stores: StepStores) -> SteppingSeconds:
+def stepping_seconds(
+    subject: Subject, device: torch.device, stores: StepStores, *, in_parts: bool = True
+) -> SteppingSeconds:
     """Measure the seconds of ways of stepping; nothing is added where a step does not fit into memory for that.
 
     Args:
         subject: The step, with its optimizer.
         device: The device.
         stores: The stores where state and parameters may wait.
+        in_parts: Whether the optimizer steps in parts in some way, or has its state in a store. To measure that,
+            parameters and state are copied in host memory.
 
     Raises:
         UnsupportedError: See `step_alone`.
     """
     try:
-        parts_s, tensors = _parts(subject, device)
+        parts_s, tensors = _parts(subject, device) if in_parts else (0.0, [])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         let_go(error)
         parts_s, tensors = 0.0, []
     moves_s, busy_s = _moves(stores.state, device, [one for one in tensors if one[0] >= LEAST_STORED_BYTES])
-    optimizers = [] if subject.optimizer is None else [subject.optimizer]
-    parameters = [(one.nbytes, one.dtype) for one in parameters_of(optimizers) if _is_on(one, device)]
+    every = {id(one): one for model in subject.models for one in model.parameters()}
+    parameters = [(one.nbytes, one.dtype) for one in every.values() if _is_on(one, device)]
     parameters_s, parameters_busy_s = _moves(
         stores.parameters, device, [one for one in parameters if one[0] >= LEAST_PARAMETER_BYTES]
     )

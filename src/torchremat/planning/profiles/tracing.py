@@ -46,6 +46,7 @@ from torchremat.planning.conditions import conditions_of, elements_in
 from torchremat.planning.profiles.traces import CallReader, Trace, TracedCall, around, named
 from torchremat.regions.threads import thread
 from torchremat.state.reach import tensors_inside
+from torchremat.stores.stored_parameters import StoredParameter
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import split, tensors_in
 
@@ -294,7 +295,8 @@ def _named(model: nn.Module) -> Iterator[Tensor]:
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
-            memories_of(tensor)
+            if type(tensor) is not StoredParameter:
+                memories_of(tensor)
         except UnsupportedError as error:
             raise UnsupportedError(f"`{name}`: {error}") from None
         yield tensor

@@ -15,11 +15,12 @@ from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.events import without_hidden, without_seconds
+from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import Watcher
 from torchremat.regions.settings import Settings
+from torchremat.regions.slots import recomputing_all
 from torchremat.schedules.chain import Tree
 
 
@@ -79,7 +80,12 @@ def watch(
             )
             settings = Settings(observer=watcher, early_stop=not compares)
             marking = marking_rehearsals(recorder.mark)
-            with installed(model, calls_of(units), tree, settings), noting(recorder), marking as rehearsed:
+            with (
+                recomputing_all(),  # nodes ask for saved tensors of kept units in this order
+                installed(model, calls_of(units), tree, settings),
+                noting(recorder),
+                marking as rehearsed,
+            ):
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
@@ -87,7 +93,7 @@ def watch(
                 ends = recorder.mark("end")
             del loss  # what the graph still keeps is freed in the record
             recorder.mark("dropped")
-        events = without_seconds(recorder.trace, list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
+        events = recorder.trace.without_seconds(list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
         if watcher.comparison is not None:
             events = without_hidden(events, watcher.comparison.hidden)
             watcher.is_over = True

@@ -23,6 +23,7 @@ from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer
 from torchremat.regions.slots import Recomputable, Slot, waits
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+from torchremat.stores.stored_parameters import StoredParameter, parameter_in
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
@@ -137,7 +138,8 @@ class Watcher(UnitObserver):
         self.mark = mark
         self.pointer_of = pointer_of
         self.seconds = seconds
-        self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
+        here = (one for one in fixed if type(one) is not StoredParameter)
+        self.fixed = {address_of(memory) for tensor in here for memory in memories_of(tensor)}
         self.watched = [
             WatchedUnit(parts=[one.storages for one in units.saves_in(unit)]) for unit in range(len(units.units))
         ]
@@ -178,7 +180,11 @@ class Watcher(UnitObserver):
         if any(waits(one()) for one in region.slots) or self.units.units[unit].carried:
             return False
         reached = (tensor for call in region.recording.calls for tensor in call.world.tensors())
-        return all(address_of(memory) in self.fixed for tensor in reached for memory in memories_of(tensor))
+        return all(self.is_fixed(memory) for tensor in reached for memory in memories_of(tensor))
+
+    def is_fixed(self, memory: UntypedStorage) -> bool:
+        """Return whether some memory is that of a tensor from before the step."""
+        return address_of(memory) in self.fixed or parameter_in(memory) is not None
 
     def released(self, unit: int) -> None:
         """Record that the region of a unit is freed, and all that it held."""
@@ -201,8 +207,9 @@ class Watcher(UnitObserver):
             self.comparison.saved(unit, place, tensor, self.stays(unit))
         numbers = own.parts[place] if place < len(own.parts) else ()
         for part, storage in enumerate(memories_of(tensor)):
-            if (address := address_of(storage)) in self.fixed:
+            if self.is_fixed(storage):
                 continue
+            address = address_of(storage)
             if address in own.inputs:
                 own.boundary.append((place, own.inputs[address]))
                 continue
@@ -315,7 +322,8 @@ class Watcher(UnitObserver):
         if unit is not None and not self.is_over:
             self.watched[unit].is_retained |= retains_graph()
         if unit is not None and index not in self.watched[unit].asked:
-            memories = memories_of(tensor)
+            # The record shows no memory of parameters that move, but may show other memory at its address.
+            memories = [one for one in memories_of(tensor)[:1] if parameter_in(one) is None]
             pointer = self.pointer_of(memories[0]) if memories else 0
             self.watched[unit].asked[index] = self.mark("asked"), pointer
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from threading import Lock
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar, Unpack, cast
@@ -30,10 +31,12 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.layout import check_bare, installed
+from torchremat.planning.parameter_bytes import parameter_bytes
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
 from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.shapes.batches import Look, look_of
@@ -292,6 +295,9 @@ class Adaptive(Generic[B]):
         start_s = time.perf_counter()
         leaves = self._classes.takes_apart(look)
         pair = profile_subject(self._model, subject, Here(self._device), leaves=leaves, repeats=self._repeats)
+        if keeps_in_store(self._model):
+            away = parameter_bytes(self._model, pair.blocks.units.trace, self._device)
+            pair = pair.each(lambda own: replace(own, before=away.added_to(own.before)))
         self._classes.learn(look, pair)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s

@@ -1,0 +1,66 @@
+"""Moves of parameters between memory and a store, as marks in a record of the step.
+
+A plan counts parameters apart from all else, so that the record of a step has to show it as if they had never moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+MOVES = ("moves", "moved")  # the labels of these marks
+
+
+class _Marking:
+    """Takes marks around moves. Those that overlap, one inside another or in two threads, are one stretch."""
+
+    def __init__(self, mark: Callable[[str], int]) -> None:
+        self.stretches: list[tuple[int, int]] = []
+        self._mark = mark
+        self._lock = threading.Lock()
+        self._open = 0
+        self._begins = -1
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._begins = self._mark(MOVES[0])
+            self._open += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self.stretches.append((self._begins, self._mark(MOVES[1])))
+
+
+_marking: list[_Marking] = []
+
+
+@contextmanager
+def moving() -> Generator[None]:
+    """Let `marking_moves` know that the block moves parameters."""
+    told = list(_marking)
+    for one in told:
+        one.begin()
+    try:
+        yield
+    finally:
+        for one in told:
+            one.end()
+
+
+@contextmanager
+def marking_moves(mark: Callable[[str], int]) -> Generator[list[tuple[int, int]]]:
+    """Yield a list that gets the marks around each stretch of moves in the block, of all threads, in order.
+
+    Args:
+        mark: Marks the current time, and returns the number of the mark.
+    """
+    own = _Marking(mark)
+    _marking.append(own)
+    try:
+        yield own.stretches
+    finally:
+        _marking.remove(own)
