@@ -26,10 +26,10 @@ def test_moves_inside_of_moves_are_one_stretch():
 
 def test_what_a_move_allocates_is_hidden_wherever_it_is_freed():
     with record_allocations(torch.device("cpu")) as recorder, marking_moves(recorder.mark) as moves:
-        kept = torch.ones(1000)
+        kept = torch.ones(1000, device="cpu")
         with moving():
-            moved = torch.ones(5000)
-        other = torch.ones(100)
+            moved = torch.ones(5000, device="cpu")
+        other = torch.ones(100, device="cpu")
         del moved, kept
         after = recorder.mark("after")
         del other
