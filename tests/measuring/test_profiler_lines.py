@@ -61,6 +61,13 @@ def test_an_error_that_the_user_writes_meanwhile_gets_through(capfd):
     assert capfd.readouterr().err == "ERROR: out of handles\nno line end"
 
 
+def test_a_build_for_cuda_without_a_device_is_no_error(capfd):
+    with profiler_silenced():
+        os.write(2, b"ERROR:2026-01-01 00:00:00 1:1 Device.cpp:50] gpuGetDeviceCount failed with code 35\nmine\n")
+
+    assert capfd.readouterr().err == "mine\n"
+
+
 def test_an_error_in_the_block_gives_stderr_back(capfd):
     with pytest.raises(ValueError, match="mine"), profiler_silenced():
         raise ValueError("mine")

@@ -15,7 +15,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "STORE_NAME")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
 # Code that looks attributes up by strings.
 _LOOKUPS = frozenset({"getattr", "setattr", "hasattr", "vars", "attrgetter", "__dict__"})
