@@ -12,7 +12,7 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
 from probes.planning import calls_of, divisible, installed, mixed
 from probes.regions import Settings
-from torchremat import OrderWarning, Planner, StepError, UnsupportedError, plan, verify
+from torchremat import Disk, OrderWarning, Planner, StepError, UnsupportedError, measure, offload, plan, verify, wrap
 
 
 class Through(nn.Module):
@@ -207,14 +207,23 @@ def test_where_all_runs_in_a_reverse_mode_transform_there_is_nothing_to_plan():
 
 
 def test_a_gradient_penalty_is_told_what_to_do():
-    # "Return the loss without calling backward" did not help who had called `torch.autograd.grad`.
+    # "Return the loss without calling backward" did not help who had called `torch.autograd.grad`, and neither did
+    # "`wrap` the blocks by hand": the second graph saves all that a recompute makes.
     def penalised(model):
         x = inputs().requires_grad_()
         (grad,) = torch.autograd.grad(square(model(x)), x, create_graph=True)
         return square(grad)
 
-    with pytest.raises(StepError, match=r"gradient penalty.*`wrap` the blocks by hand"):
-        plan(Loop(), penalised, budget="80%")
+    model, disk = Loop(), Disk()
+    with pytest.raises(StepError, match=r"gradient penalty.*`with offload\(store\)` around the step"):
+        plan(model, penalised, budget="80%")
+    plain = measure(model, penalised)
+    with offload(disk):
+        loss = penalised(model)
+    assert disk.statistics.peak_stored_bytes > plain.kept_bytes / 2
+    loss.backward()
+    wrap(model, nn.Linear)
+    assert measure(model, penalised).peak_bytes >= plain.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
