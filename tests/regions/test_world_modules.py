@@ -368,6 +368,43 @@ def state_in_slots(run):
 
 
 @program
+def slots_behind_a_property_or_another_slot(run):
+    # As in mpmath, whose constants compute what other numbers have in the slot.
+    class Number:
+        __slots__ = ("value",)
+
+    class Shadowing(Number):
+        __slots__ = ("value",)
+
+    class Constant(Number):
+        __slots__ = ("uses",)
+
+        @property
+        def value(self):
+            self.uses += 1
+            return 2.0
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.constant, self.number = Constant(), Shadowing()
+            self.constant.uses = 0
+            self.number.value = 1.0
+
+        def forward(self, x):
+            self.number.value += 1.0
+            Number.value.__set__(self.number, self.number.value * 3.0)
+            Number.value.__set__(self.constant, self.number.value)
+            return (x * self.constant.value * self.constant.uses * Number.value.__get__(self.number)).tanh()
+
+    block, x = Scaled(), leaf(4, 4)
+    loss = run(block, run(block, x)).sum()
+    block.number.value = 9.0
+    loss.backward()
+    return block, x, loss, Number.value.__get__(block.constant), Number.value.__get__(block.number)
+
+
+@program
 def a_namespace_in_a_namespace(run):
     class Named(nn.Module):
         def __init__(self):

@@ -238,25 +238,38 @@ class ClassValues(ClassData):
 
 
 class Slots(ItemHolder):
-    """The attributes of an object whose class has `__slots__`."""
+    """The attributes of an object whose class has `__slots__`.
 
-    __slots__ = ("_names",)
+    They are read and written by the descriptors of the class that declares them: a derived class may have a property of
+    the same name.
+    """
 
-    def __init__(self, item: object, names: list[str]) -> None:
+    __slots__ = ("_members",)
+
+    def __init__(self, item: object, members: dict[str, types.MemberDescriptorType]) -> None:
         super().__init__(item)
-        self._names = names
+        self._members = members
 
     @staticmethod
     def of(item: object) -> Slots | None:
         """Return the slots of an object, None if its class has none."""
         # From the class attributes, since private names in `__slots__` are mangled there.
-        classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
-        members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
+        members: dict[str, types.MemberDescriptorType] = {}
+        for own in [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]:
+            for name, one in own.items():
+                if isinstance(one, types.MemberDescriptorType):
+                    members[one.__qualname__ if name in members else name] = one
         return Slots(item, members) if members else None
 
     def read(self) -> dict[str, object]:
         """Return its current contents."""
-        return {name: getattr(self._item, name) for name in self._names if hasattr(self._item, name)}
+        contents: dict[str, object] = {}
+        for name, member in self._members.items():
+            try:
+                contents[name] = member.__get__(self._item)
+            except AttributeError:
+                continue  # it has no value
+        return contents
 
     def values(self) -> Iterable[object]:
         """Return the objects in it that may lead further."""
@@ -264,11 +277,12 @@ class Slots(ItemHolder):
 
     def write(self, contents: dict[str, object]) -> None:
         """Set its contents to what `read` returned."""
-        for name in self._names:
+        now = self.read()
+        for name, member in self._members.items():
             if name in contents:
-                object.__setattr__(self._item, name, contents[name])
-            elif hasattr(self._item, name):
-                object.__delattr__(self._item, name)
+                member.__set__(self._item, contents[name])
+            elif name in now:
+                member.__delete__(self._item)
 
 
 class ThreadLocal(ItemHolder):
