@@ -7,7 +7,7 @@ is undone at once: values and state from copies, which lie in memory that no all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -17,9 +17,12 @@ from torch import Tensor
 from torchremat._compat.autograd import preserved_versions
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.state.containers import copied, make
 from torchremat.tensors.parts import parts_of
 
 T = TypeVar("T")
+
+_HOLDERS = (list, dict)  # of which an optimizer makes its state
 
 _markers: list[Callable[[str], object]] = []
 _notes: list[Callable[[Tensor, Tensor], object]] = []
@@ -91,8 +94,8 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         UnsupportedError: Their state has objects that cannot be copied one by one.
     """
     before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
-    held = [value for entries in before.values() for value in entries.values()]
-    odd = [value for value in held if not isinstance(value, Tensor | int | float | str | bool | None)]
+    held = list(_within(before.values()))
+    odd = [value for value in held if not isinstance(value, (Tensor, int, float, str, bool, tuple, *_HOLDERS, type(None)))]
     if odd:
         raise UnsupportedError(
             f"the state of the optimizer holds a {type(odd[0]).__name__}, so its step cannot be run to be measured. "
@@ -100,6 +103,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         )
     whole = [one for one in (*parameters, *held) if isinstance(one, Tensor)]
     tensors = [part for one in whole for part in parts_of(one)]
+    contents = [(one, copied(one)) for one in held if isinstance(one, _HOLDERS)]
     with torch.no_grad(), preserved_versions((*whole, *tensors)):
         put_back = [_copied(one) for one in tensors]
         try:
@@ -112,6 +116,20 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
                 now = cast("dict[Any, Any]", state[one])
                 dict.clear(now)
                 dict.update(now, entries)
+            for holder, had in contents:
+                make(holder, had)
+
+
+def _within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
+    """Yield the values in dicts, and, of lists, tuples and dicts among them, what they hold: Shampoo's statistics."""
+    waiting: list[object] = [value for one in entries for value in one.values()]
+    seen = set[int]()
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, (tuple, *_HOLDERS)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += dict.values(cast("dict[Any, Any]", value)) if isinstance(value, dict) else cast("Any", value)
 
 
 def _copied(tensor: Tensor) -> Callable[[], object]:
