@@ -28,6 +28,7 @@ from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.measuring.lines import OperatorLines
 from torchremat.measuring.storages import LIFTED, StorageMap, address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace, TraceMark
+from torchremat.tensors.metadata import covers
 
 
 class StorageTracker(EagerMode):
@@ -97,6 +98,5 @@ class StorageTracker(EagerMode):
 
     def _storages(self, value: object) -> Iterator[UntypedStorage]:
         for tensor in tensors_in(value):
-            # No `==` on devices: "cuda" without an index means any.
-            if tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index):
+            if covers(self.device, tensor.device):
                 yield tensor.untyped_storage()
