@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import UntypedStorage
 
@@ -54,8 +53,7 @@ class StorageTracker(EagerMode):
     @property
     def trace(self) -> AllocationTrace:
         """The events so far: a storage made, resized or freed."""
-        columns = np.array(self._events, dtype=np.int64).reshape(-1, 3)
-        return AllocationTrace.of(self.device, columns, self._marks)
+        return AllocationTrace.of(self.device, self._events, self._marks)
 
     def mark(self, label: str) -> int:
         """See `AllocationRecorder`; for one thread."""
