@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from torchremat._compat.accelerators import Happened
+from torchremat._compat.profiler import start_profiler
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.bindings import start_profiler
 from torchremat.measuring.history import _deltas
 from torchremat.measuring.profiled import _matched, profiler_is_active
 

@@ -11,6 +11,7 @@ from pipeline.making import event
 from torchremat._compat import accelerators
 from torchremat.pipeline import recorder as recorder_module
 from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.timeline import Timeline
 
 
 def test_a_recorder_takes_down_what_happens_inside():
@@ -23,7 +24,7 @@ def test_a_recorder_takes_down_what_happens_inside():
             pass
     after = time.perf_counter()
 
-    own = recorder.timeline(stages=2)
+    own = Timeline(events=recorder.events(), stages=2)
     assert own.order() == "B1.2 R1.2"
     assert own.events_of(1)[0].start_s >= 0
     assert 0.002 <= own.step_s <= after - before
@@ -43,7 +44,7 @@ def test_an_event_that_raises_is_taken_down():
     with pytest.raises(KeyboardInterrupt), recorder.event(0, 0, "forward"):
         raise KeyboardInterrupt
 
-    assert recorder.timeline(stages=1).order() == "F0.0"
+    assert Timeline(events=recorder.events(), stages=1).order() == "F0.0"
 
 
 def test_a_start_forgets_what_has_begun():
@@ -53,7 +54,7 @@ def test_a_start_forgets_what_has_begun():
     with recorder.event(0, 1, "forward"):
         pass
 
-    assert recorder.timeline(stages=1).order() == "F0.1"
+    assert Timeline(events=recorder.events(), stages=1).order() == "F0.1"
 
 
 def test_threads_record_into_one_timeline():
@@ -71,7 +72,7 @@ def test_threads_record_into_one_timeline():
     for thread in threads:
         thread.join()
 
-    own = recorder.timeline(stages=8)
+    own = Timeline(events=recorder.events(), stages=8)
     assert len(own.events) == 8 * 200 * 2
     assert own.order(7) == " ".join(f"F7.{microbatch}" for microbatch in range(200))
 
@@ -146,7 +147,7 @@ def test_a_start_makes_devices_ready(monkeypatch):
         pass
 
     assert synchronized == [device]
-    assert recorder.timeline(stages=1).order() == "F0.0"
+    assert Timeline(events=recorder.events(), stages=1).order() == "F0.0"
 
 
 @pytest.mark.gpu

@@ -44,6 +44,14 @@ def a_loop_at_the_top_of_a_script(run):
 
 
 @program
+def a_sparse_tensor_in_a_cell(run):
+    adjacency, x = torch.eye(4).to_sparse(), leaf(4, 4)
+    loss = run(lambda t: torch.sparse.mm(adjacency, t).sin(), x).sum()
+    loss.backward()
+    return x, loss
+
+
+@program
 def a_loop_over_numbers(run):
     x, total = leaf(4, 4), 0
     for step in range(1, 4):

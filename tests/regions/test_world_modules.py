@@ -64,6 +64,22 @@ def a_parameter_that_is_initialised_by_the_data(run):
     return block, x, loss
 
 
+@program
+def a_sparse_buffer(run):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.adjacency, x).sin()
+
+    block, x = Graph(), leaf(4, 4)
+    loss = run(block, run(block, x)).sum()
+    loss.backward()
+    return x, loss
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()

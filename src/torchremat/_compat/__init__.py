@@ -23,7 +23,7 @@ inductor.py           hooks of compilers for splitting a joint graph
 wrappers.py           the program that Inductor writes around its kernels
 sharding.py           private state of FSDP2
 collectives.py        which thread frees gloo's tensors
-profiler.py           lines that the profiler and allocators write to stderr, and when a profiler starts
+profiler.py           the profiler of memory events, what it writes to stderr, and when a user's profiler starts
 fabric.py             private state of Lightning Fabric
 pipelining.py         private state of pipeline schedules
 """

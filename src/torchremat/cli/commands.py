@@ -47,7 +47,6 @@ from torchremat.cli.options import (
     stores_of,
 )
 from torchremat.errors import DeviceWarning, TorchrematError
-from torchremat.measuring.curves import check_picture
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.planning.bars import progress_bar
@@ -63,6 +62,7 @@ from torchremat.planning.verification import verify
 from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.html import check_pages
+from torchremat.views.pictures import check_picture
 
 app = typer.Typer(
     help="Give a PyTorch model a memory budget.",

@@ -21,7 +21,6 @@ from torch import nn
 
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import checked_bytes, relative_of
-from torchremat.planning.devices.device import Device as DeviceDescription
 from torchremat.planning.devices.device import device_of, is_described
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords
 from torchremat.planning.profiles.optimizers import step_alone
@@ -203,16 +202,6 @@ def place_of(text: str | None) -> torch.device | None:
         raise TargetError(f"--device {text!r} is not a device such as cpu or cuda:0.") from error
 
 
-def described_of(text: str | None, on: On) -> torch.device | DeviceDescription | None:
-    """Return the device to plan for: one of this machine, or a described one that nothing runs on.
-
-    Raises:
-        DeviceError: The description does not exist.
-        TargetError: The device does not exist.
-    """
-    return place_of(text) if on is None else device_of(text)
-
-
 def options_of(
     device: str | None,
     on: On,
@@ -229,11 +218,10 @@ def options_of(
         DeviceError: The description of the device does not exist.
         TargetError: The device, or a kind of store, does not exist.
     """
-    place, stores = described_of(device, on), stores_of(store)
     return PlanOptions(
-        device=place,
+        device=place_of(device) if on is None else device_of(device),
         on=on,
-        stores=stores,
+        stores=stores_of(store),
         release_gradients="auto" if release_gradients == "auto" else release_gradients == "yes",
         optimizer_store=step_store_of(optimizer_store, "--optimizer-store"),
         parameter_store=step_store_of(parameter_store, "--parameter-store"),

@@ -16,7 +16,6 @@ callers.py          the line of user code that runs an operator
 
 Allocations and frees:
 
-bindings.py      private names of torch
 traces.py        allocations and frees in order, with marks between
 allocator.py     recorded on any device
 profiled.py      those of the CPU, by torch's profiler

@@ -14,6 +14,7 @@ from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.storages import address_of, tensors_in
 from torchremat.stores.stored_parameters import StoredParameter
+from torchremat.tensors.metadata import covers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,7 @@ def bytes_before(
         total = 0
         for tensor in tensors_in([one for one in tensors if type(one) is not StoredParameter]):
             storage = tensor.untyped_storage()
-            here = tensor.device.type == device.type and device.index in (None, tensor.device.index)
-            if here and address_of(storage) not in counted:
+            if covers(device, tensor.device) and address_of(storage) not in counted:
                 counted.add(address_of(storage))
                 total += taken_bytes(storage)
         return total

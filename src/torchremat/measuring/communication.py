@@ -18,6 +18,7 @@ from torch import nn
 
 from torchremat._compat.sharding import awaits_static_graph, is_sharded
 from torchremat.errors import UnsupportedError
+from torchremat.tensors.metadata import covers
 
 
 def communication_bytes(modules: Iterable[nn.Module], device: torch.device) -> int:
@@ -91,7 +92,5 @@ def _own(module: nn.Module) -> Iterable[nn.Parameter]:
 def _trained_bytes(parameters: Iterable[nn.Parameter], device: torch.device) -> int:
     # A sharded parameter reports the size of the whole.
     return sum(
-        one.numel() * one.element_size()
-        for one in parameters
-        if one.requires_grad and one.device.type == device.type and device.index in (None, one.device.index)
+        one.numel() * one.element_size() for one in parameters if one.requires_grad and covers(device, one.device)
     )

@@ -1,7 +1,6 @@
 """Live bytes over a step as a picture: one panel for each curve, side by side on the same scales.
 
-This file only draws. All that have a curve to draw import it: `Measurement.plot`, `Plan.plot`, `reports.plots`; and all
-other pictures begin as `new_figure`, which imports matplotlib on demand and leaves its global state alone.
+This file only draws. All that have a curve to draw import it: `Measurement.plot`, `Plan.plot`, `reports.plots`.
 """
 
 from __future__ import annotations
@@ -10,67 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import axis_unit, format_bytes
-from torchremat.views.steps import Step
+from torchremat.views.pictures import COLOURS, INK, draw_legend, new_figure
+from torchremat.views.steps import Phase, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-Phase = Literal["forward", "recompute", "backward"]
-
-# After Okabe and Ito's palette, which the colour-blind can tell apart; the blues differ in lightness.
-_COLOURS: dict[Phase, str] = {"forward": "#9AD0F0", "recompute": "#E69F00", "backward": "#3D85B8"}
 _BEFORE = "#DDDDDD"
 _BUDGET = "#D55E00"
-_INK = "#333333"
 _LEGEND = ("there before the step", "forward", "recompute", "backward", "budget")
 
 _HEIGHT_INCHES = 3.9
 _WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many
-
-
-def check_picture(path: str | Path) -> None:
-    """Raise if no picture can be drawn into a file, before any work for it.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed, or does not support this suffix.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
-        ) from error
-    kinds = Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, matplotlib would choose the name
-        raise UnsupportedError(f"{path}: the file ending sets the format, one of {', '.join(sorted(kinds))}.")
-
-
-def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:
-    """Return an empty figure that can be saved at `path`; the suffix sets the format.
-
-    Raises:
-        UnsupportedError: See `check_picture`.
-    """
-    check_picture(path)
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width_inches, height_inches), dpi=160, layout="constrained")
-
-
-def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
-    """Return the phase at an event; a recompute is distinct from the backward that it serves."""
-    if not timeline.in_backward[event]:
-        return "forward"
-    return "recompute" if timeline.operator_at(event).recomputes else "backward"
 
 
 def headed(name: str, step: Step) -> Step:
@@ -118,18 +74,10 @@ def draw(steps: Sequence[Step], path: str | Path) -> None:
         panel.set_xlim(0, width)
         panel.set_xticks(np.arange(0, width * 1.001, _tick(max(widths))))
     panels[0].set_ylim(0, 1.04 * highest / size)
-    panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
-    figure.supxlabel(f"time in the step ({time_unit})", color=_INK, fontsize="medium")
+    panels[0].set_ylabel(f"live memory ({unit})", color=INK)
+    figure.supxlabel(f"time in the step ({time_unit})", color=INK, fontsize="medium")
     named = {name: handle for panel in panels for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
-    shown = [name for name in _LEGEND if name in named]
-    figure.legend(
-        [named[name] for name in shown],
-        shown,
-        loc="outside upper center",
-        ncols=len(shown),
-        frameon=False,
-        labelcolor=_INK,
-    )
+    draw_legend(figure, named, _LEGEND)
     figure.savefig(path)
 
 
@@ -149,17 +97,17 @@ def _draw_panel(panel: Axes, line: _Line, size: int, time_scale: float) -> None:
             times[reach],
             step.before_bytes / size,
             live[reach],
-            color=_COLOURS[phase],
+            color=COLOURS[phase],
             linewidth=0,
             label=phase,
         )
-    panel.plot(times, live, color=_INK, linewidth=0.6)
+    panel.plot(times, live, color=INK, linewidth=0.6)
     if step.budget_bytes is not None:
         panel.axhline(step.budget_bytes / size, color=_BUDGET, linestyle=(0, (5, 2)), linewidth=1.5, label="budget")
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.tick_params(colors=_INK, labelsize="small")
+    panel.tick_params(colors=INK, labelsize="small")
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_title(step.name, color=_INK, fontsize="medium", loc="left")
+    panel.set_title(step.name, color=INK, fontsize="medium", loc="left")
 
 
 def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
 
 import torch
 
 from torchremat._compat.autograd import drop_left_nodes
+from torchremat.measuring.tracebacks import chain_of
 from torchremat.tensors.sizes import parse_bytes
 
 # Messages of RuntimeErrors from torch and its libraries: the host's allocator; a driver call past the caching
@@ -52,18 +52,6 @@ def held_bytes(error: BaseException) -> int | None:
 def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:
     found = pattern.search(str(error))
     return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
-
-
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error with all its causes and contexts, each once."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            pending += [one.__cause__, one.__context__]
 
 
 def let_go(error: BaseException) -> None:

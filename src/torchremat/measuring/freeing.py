@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -210,13 +210,9 @@ class _ModulesByName:
         self._log = log
         self._ran = ran
 
-    def running(self) -> str:
-        """Return the path of the innermost module that was running."""
-        return next(iter(self.all_running()), "")
-
-    def all_running(self) -> list[str]:
-        """Return the paths of all running modules, innermost first."""
-        return [self._path(one) for one in self._log.around(self._ran.call)]
+    def running(self) -> Iterator[str]:
+        """Yield the paths of the modules that were running, innermost first."""
+        return map(self._path, self._log.around(self._ran.call))
 
     def known(self) -> list[str]:
         """Return the paths of all modules that were called."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.arguments import Step, model_and_step, model_first
-from torchremat.measuring.curves import Phase, draw, headed, phase_at
+from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
 from torchremat.measuring.profiled import profiler_is_active
@@ -36,7 +36,7 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
-from torchremat.views.steps import CurvePoint, Slice, phases_of, runs
+from torchremat.views.steps import CurvePoint, Phase, Slice, phases_of, runs
 from torchremat.views.steps import Step as ShownStep
 from torchremat.views.viewed import ViewedOverTime
 
@@ -259,8 +259,15 @@ def _block_of(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
+def _phase_at(timeline: MemoryTimeline, event: int) -> Phase:
+    """Return the phase at an event; a recompute is distinct from the backward that it serves."""
+    if not timeline.in_backward[event]:
+        return "forward"
+    return "recompute" if timeline.operator_at(event).recomputes else "backward"
+
+
 def _moment(timeline: MemoryTimeline, event: int) -> CurvePoint:
-    name, operator, phase = timeline.module_at(event), timeline.operator_at(event), phase_at(timeline, event)
+    name, operator, phase = timeline.module_at(event), timeline.operator_at(event), _phase_at(timeline, event)
     return CurvePoint(
         seconds=float(timeline.seconds[event]),
         live_bytes=int(timeline.live_bytes[event]),
@@ -299,7 +306,7 @@ def _took(timeline: MemoryTimeline, before_bytes: int) -> dict[str, _ModuleTotal
     deltas = np.diff(timeline.live_bytes, prepend=before_bytes).tolist()
     lasts = np.diff(timeline.seconds, append=timeline.seconds[-1:]).tolist()
     for event, (delta, seconds) in enumerate(zip(deltas, lasts, strict=True)):
-        name, phase = timeline.module_at(event) or OUTSIDE, phase_at(timeline, event)
+        name, phase = timeline.module_at(event) or OUTSIDE, _phase_at(timeline, event)
         one = found.setdefault(name, _ModuleTotals(0, 0, defaultdict(float)))
         one.highest_bytes = max(one.highest_bytes, int(timeline.live_bytes[event]))
         one.left_bytes += delta if phase == "forward" else 0

@@ -37,18 +37,18 @@ import torch
 from numpy.typing import NDArray
 
 from torchremat._compat.collectives import settled_collectives
-from torchremat._compat.profiler import errors_alone
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.bindings import (
+from torchremat._compat.profiler import (
     ALLOCATION,
     MEMORY,
     ProfilerEvent,
     a_profiler_runs,
     emit,
+    errors_alone,
     may_warm_up,
     start_profiler,
     stop_profiler,
 )
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 

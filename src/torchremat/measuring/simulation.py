@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self, cast
 
-import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
@@ -123,8 +122,7 @@ class SimulatedRecorder(AllocationRecorder):
 
     def finish(self) -> None:
         """Build the trace."""
-        columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
-        self._trace = AllocationTrace.of(_CPU, columns, self._marks)
+        self._trace = AllocationTrace.of(_CPU, self._owner.events, self._marks)
 
 
 class Simulation(EagerMode):

@@ -19,6 +19,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import cast
 
@@ -31,7 +32,7 @@ from torchremat._compat.fabric import as_fabrics_backward
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.optimizers import not_an_optimizer, parameters_of
 from torchremat.regions.rehearsals import is_rehearsing
-from torchremat.state.code import is_installed, is_library
+from torchremat.state.code import is_installed, is_library, nested
 
 _ALLOWED = (
     "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
@@ -156,19 +157,12 @@ def _held_by(step: object) -> Iterator[object]:
         yield from partial.keywords.values()
         yield from _held_by(partial.func)
     elif isinstance(step, MethodType):
-        yield from _held_by_object(step.__self__)
+        yield from _held_by(step.__self__)
         yield from _held_by(step.__func__)
     elif isinstance(step, FunctionType):
         yield from (held for _, held in held_by_function(step))
     else:
-        yield from _held_by_object(step)
-
-
-def _held_by_object(owner: object) -> Iterator[object]:
-    if isinstance(owner, nn.Module):
-        yield owner
-    else:
-        yield from getattr(owner, "__dict__", {}).values()
+        yield from getattr(step, "__dict__", {}).values()
 
 
 def held_by_function(function: FunctionType, home: object = None) -> Iterator[tuple[str, object]]:
@@ -196,17 +190,10 @@ def held_by_function(function: FunctionType, home: object = None) -> Iterator[tu
 @functools.lru_cache(maxsize=256)
 def global_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that a function's own code reads, including lambdas written inside it."""
-    return tuple(dict.fromkeys(_global_names(code)))
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
     # Not `co_names`: that lists attributes too, and the `x` of `self.x` is not the global `x`.
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield cast(str, instruction.argval)
-    for constant in code.co_consts:  # lambdas and comprehensions written inside the step
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+    instructions = chain.from_iterable(map(dis.get_instructions, nested(code)))
+    names = (cast(str, one.argval) for one in instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(names))
 
 
 def used_up(step: object, error: Exception, runs: int) -> StepError:
@@ -240,7 +227,7 @@ def held_within(function: object) -> Iterator[tuple[str, object]]:
             waiting += [inner for _, inner in held if isinstance(inner, _CALLED)]
 
 
-def held_by(function: object, home: object = None) -> Iterator[tuple[str, object]]:
+def held_by(function: object, home: object) -> Iterator[tuple[str, object]]:
     """Yield the objects that a callable holds in plain sight, with their names in its code.
 
     Args:
@@ -259,7 +246,8 @@ def held_by(function: object, home: object = None) -> Iterator[tuple[str, object
         code = getattr(getattr(method, "__func__", None), "__code__", None)
         if isinstance(method, MethodType) and isinstance(code, CodeType):
             own = cast("dict[str, object]", getattr(method.__self__, "__dict__", {}))
-            yield from ((name, own[name]) for name in _names_in(code) if name in own)
+            names = set(chain.from_iterable(inner.co_names for inner in nested(code)))
+            yield from ((name, own[name]) for name in names if name in own)
             yield from held_by(method.__func__, home)
 
 
@@ -267,11 +255,6 @@ def _globals_of(step: object) -> object:
     while isinstance(step, functools.partial):
         step = cast("functools.partial[object]", step).func
     return getattr(step, "__globals__", {})
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def is_iterator(value: object) -> bool:

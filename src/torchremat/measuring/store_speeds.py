@@ -162,8 +162,8 @@ def measured_speed(store: Store, device: torch.device, payload: Payload, limit_b
         return Speed(out=never, back=never, spread=0.0, measured_bytes=0)
     of_tiny, of_all = _Timed(store, device, tiny), _Timed(store, device, payload)
     return Speed(
-        out=_search_budget(of_tiny.payload, of_tiny.out, of_all.payload, of_all.out),
-        back=_search_budget(of_tiny.payload, of_tiny.back, of_all.payload, of_all.back),
+        out=_bandwidth(of_tiny.payload, of_tiny.out, of_all.payload, of_all.out),
+        back=_bandwidth(of_tiny.payload, of_tiny.back, of_all.payload, of_all.back),
         spread=of_all.spread,
         measured_bytes=of_all.payload.size_bytes,
     )
@@ -177,7 +177,7 @@ class _Move:
     busy_s: float
 
 
-def _search_budget(tiny: Payload, of_tiny: _Move, payload: Payload, of_all: _Move) -> Bandwidth:
+def _bandwidth(tiny: Payload, of_tiny: _Move, payload: Payload, of_all: _Move) -> Bandwidth:
     tensor_s = of_tiny.alone_s / len(tiny.tensors)
     busy_tensor_s = of_tiny.busy_s / len(tiny.tensors)
     rest_s = max(0.0, of_all.alone_s - len(payload.tensors) * tensor_s)
@@ -251,10 +251,10 @@ class _Timed:
         start = torch.zeros(2, device=self._device, requires_grad=True)
 
         def save() -> object:
-            return _saving(start, tensors, self.payload.times)
+            return _Saving.apply(start, tensors, self.payload.times)
 
         def compute() -> object:
-            return _computing(cast("Tensor", saved), lambda: self._compute(times))
+            return _Computing.apply(saved, lambda: self._compute(times))
 
         start_s = self._now()
         saved = offload_run.run(Trigger(0, is_last=True), None, save)
@@ -319,11 +319,3 @@ class _Computing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.compute()
         return gradients[0], None
-
-
-def _saving(x: Tensor, tensors: list[Tensor], times: int) -> Tensor:
-    return cast("Tensor", _Saving.apply(x, tensors, times))
-
-
-def _computing(x: Tensor, compute: Callable[[], None]) -> Tensor:
-    return cast("Tensor", _Computing.apply(x, compute))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -36,27 +36,36 @@ def without_our_frames(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except Exception as error:
             if os.environ.get(_SWITCH, "0") in ("", "0"):
-                _shorten(error, set())
+                for one in chain_of(error):
+                    _shorten(one)
             raise
 
     return shown
 
 
-def _shorten(error: BaseException | None, done: set[int]) -> None:
-    if error is None or id(error) in done:
-        return
-    done.add(id(error))
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error with all its causes and contexts, each once."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            pending += [one.__cause__, one.__context__]
+
+
+def _shorten(error: BaseException) -> None:
     steps = list(steps_of(error.__traceback__))
-    if steps and (isinstance(error, TorchrematError) or not _is_ours(steps[-1])):
-        rest: TracebackType | None = None
-        for place in range(len(steps) - 1, -1, -1):
-            step = steps[place]
-            is_between = place > 0 and _file(step) == contextlib.__file__ and _is_ours(steps[place - 1])
-            if not (_is_ours(step) or is_between):
-                rest = TracebackType(rest, step.tb_frame, step.tb_lasti, step.tb_lineno)
-        error.__traceback__ = rest
-    _shorten(error.__cause__, done)
-    _shorten(error.__context__, done)
+    if not steps or (_is_ours(steps[-1]) and not isinstance(error, TorchrematError)):
+        return
+    rest: TracebackType | None = None
+    for place in range(len(steps) - 1, -1, -1):
+        step = steps[place]
+        is_between = place > 0 and _file(step) == contextlib.__file__ and _is_ours(steps[place - 1])
+        if not (_is_ours(step) or is_between):
+            rest = TracebackType(rest, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    error.__traceback__ = rest
 
 
 def _file(step: TracebackType) -> str:

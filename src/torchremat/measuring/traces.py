@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import UntypedStorage
 
 from torchremat.errors import UnsupportedError
@@ -88,15 +88,10 @@ class AllocationTrace:
     has_device_time: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, columns: NDArray[np.int64], marks: Iterable[TraceMark]) -> AllocationTrace:
+    def of(cls, device: torch.device, events: ArrayLike, marks: Iterable[TraceMark]) -> AllocationTrace:
         """Return the trace of events, each a row of its time, address and bytes."""
-        return cls(
-            device=device,
-            time_ns=columns[:, 0],
-            ptr=columns[:, 1],
-            delta_bytes=columns[:, 2],
-            marks=tuple(marks),
-        )
+        time_ns, ptr, delta_bytes = np.asarray(events, np.int64).reshape(-1, 3).T
+        return cls(device=device, time_ns=time_ns, ptr=ptr, delta_bytes=delta_bytes, marks=tuple(marks))
 
     @cached_property
     def live(self) -> NDArray[np.int64]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import UntypedStorage
 
@@ -28,6 +27,7 @@ from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.measuring.lines import OperatorLines
 from torchremat.measuring.storages import LIFTED, StorageMap, address_of, tensors_in
 from torchremat.measuring.traces import AllocationTrace, TraceMark
+from torchremat.tensors.metadata import covers
 
 
 class StorageTracker(EagerMode):
@@ -53,8 +53,7 @@ class StorageTracker(EagerMode):
     @property
     def trace(self) -> AllocationTrace:
         """The events so far: a storage made, resized or freed."""
-        columns = np.array(self._events, dtype=np.int64).reshape(-1, 3)
-        return AllocationTrace.of(self.device, columns, self._marks)
+        return AllocationTrace.of(self.device, self._events, self._marks)
 
     def mark(self, label: str) -> int:
         """See `AllocationRecorder`; for one thread."""
@@ -97,6 +96,5 @@ class StorageTracker(EagerMode):
 
     def _storages(self, value: object) -> Iterator[UntypedStorage]:
         for tensor in tensors_in(value):
-            # No `==` on devices: "cuda" without an index means any.
-            if tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index):
+            if covers(self.device, tensor.device):
                 yield tensor.untyped_storage()

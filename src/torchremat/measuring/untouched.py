@@ -38,12 +38,13 @@ from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
+from torchremat.measuring.storages import storages_in
 from torchremat.measuring.writes import Known, Looking, Writes, hooked
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.copies import same_bits
-from torchremat.tensors.parts import is_wrapper
+from torchremat.tensors.parts import bytes_of, is_wrapper
 from torchremat.tensors.versioned import Versioned
 
 
@@ -242,7 +243,8 @@ class Buffers:
 
     def held_bytes(self, device: torch.device) -> int:
         """Return the bytes of the copies on a device."""
-        return sum(copy.untyped_storage().nbytes() for _, copy in self._copies if copy.device == device)
+        here = [copy for _, copy in self._copies if copy.device == device]
+        return sum(storage.nbytes() for storage in storages_in(here))
 
     def written(self) -> list[Tensor]:
         """Return the watched buffers that were written nevertheless."""
@@ -253,7 +255,7 @@ class Buffers:
         return {
             id(one.tensor): ref(one.tensor)
             for one in (*self._watched, *(one for one, _ in self._copies))
-            if one.tensor.nbytes > over_bytes and one.version >= 0 and not one.is_written
+            if bytes_of(one.tensor) > over_bytes and one.version >= 0 and not one.is_written
         }
 
     def put_back(self) -> None:

@@ -7,19 +7,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from torchremat.measuring.curves import new_figure
 from torchremat.pipeline.events import EventPiece, PipelineEvent, pieces
 from torchremat.schedules.pipelines import COMPUTES, Kind
+from torchremat.views.pictures import COLOURS, INK, draw_legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# After Okabe and Ito's palette, which the colour-blind can tell apart; the blues differ in lightness.
 _COLOURS: dict[Kind, str] = {
-    "forward": "#9AD0F0",
-    "recompute": "#E69F00",
-    "backward": "#3D85B8",
+    **COLOURS,
     "input": "#1D4E79",
     "weight": "#5FB59C",
     "copy": "#CC79A7",
@@ -36,7 +33,6 @@ _NAMES: dict[Kind, str] = {
 }
 _ON_DARK: frozenset[Kind] = frozenset(("backward", "input"))
 _IDLE = "#E9E9E9"
-_INK = "#333333"
 _FAINT = "#BBBBBB"
 
 _WIDTH_INCHES = 11.0
@@ -94,18 +90,8 @@ def draw(timelines: Mapping[str, _Drawable], path: str | Path) -> None:
     for panel in panels[:-1]:
         panel.spines["bottom"].set_visible(False)
         panel.tick_params(bottom=False)
-    panels[-1].set_xlabel(f"{unit} since the start of the step", color=_INK)
-    shown = [name for name in (*_NAMES.values(), "idle") if name in legend]
-    figure.legend(
-        [legend[name] for name in shown],
-        shown,
-        loc="outside upper center",
-        ncols=len(shown),
-        frameon=False,
-        labelcolor=_INK,
-        handlelength=1.4,
-        columnspacing=1.4,
-    )
+    panels[-1].set_xlabel(f"{unit} since the start of the step", color=INK)
+    draw_legend(figure, legend, (*_NAMES.values(), "idle"), handlelength=1.4, columnspacing=1.4)
     figure.savefig(path)
 
 
@@ -156,20 +142,20 @@ def _draw_chart(
                 _write(panel, bars, start_s, top + height / 2, kind, scale=scale, inches_per_s=inches_per_s)
     if len(groups) < len(rows):  # a line parts workers
         for count in [*accumulate(map(len, groups))][:-1]:
-            panel.axhline(count - 0.5, color=_INK, linewidth=0.6)
+            panel.axhline(count - 0.5, color=INK, linewidth=0.6)
     panel.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     panel.set_yticks(range(len(rows)), [f"stage {stage}" for stage in rows], fontsize="small")
-    panel.tick_params(colors=_INK, labelsize="small", left=False)
+    panel.tick_params(colors=INK, labelsize="small", left=False)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.set_title(f"{name} {timeline.step_s / scale:.4g} {unit}", color=_INK, fontsize="medium", loc="left")
+    panel.set_title(f"{name} {timeline.step_s / scale:.4g} {unit}", color=INK, fontsize="medium", loc="left")
     panel.annotate(
         "idle",
         (_SHARES_AT, 1.0),
         xytext=(0, 6),
         xycoords="axes fraction",
         textcoords="offset points",
-        color=_INK,
+        color=INK,
         fontsize="small",
         annotation_clip=False,
     )
@@ -179,7 +165,7 @@ def _draw_chart(
             place,
             f"{shares[stage]:.0%}",
             transform=panel.get_yaxis_transform(),
-            color=_INK,
+            color=INK,
             fontsize="small",
             va="center",
         )
@@ -209,7 +195,7 @@ def _write(
                 ((bar.start_s + bar.end_s) / 2 - since_s) / scale,
                 middle,
                 text,
-                color="white" if kind in _ON_DARK else _INK,
+                color="white" if kind in _ON_DARK else INK,
                 fontsize="x-small",
                 ha="center",
                 va="center_baseline",

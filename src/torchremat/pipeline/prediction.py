@@ -63,24 +63,26 @@ def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs:
     return timeline_of(events, order)
 
 
-def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:
-    """Return the record of a step, with the simulation of its order with the times of its parts."""
-    groups: dict[object, list[int]] = {}
-    for stage, device in enumerate(runner.devices):
-        groups.setdefault(device, []).append(stage)
-    workers = tuple(map(tuple, groups.values()))
-    alone = len(workers) == len(runner.stages)
-    measured = recorder.timeline(stages=len(runner.stages), workers=() if alone else workers)
-    has_backward = any(event.kind == "backward" for event in measured.events)
-    order = order_of(runner, workers, has_backward=has_backward)
+def with_prediction(measured: Timeline, order: Order, *, lookahead: bool) -> Timeline:
+    """Return a measured step with the simulation of its order, with the times of its parts.
+
+    Without one if an action of the order was not measured: then backward went through some of the stages, or none.
+    """
     costs = costs_of(measured)
     if any((action.stage, action.kind) not in costs for actions in order for action in actions):
-        return measured  # a backward that went through some of the stages
-    return replace(measured, predicted=predict(measured, order, lookahead=True))
+        return measured
+    return replace(measured, predicted=predict(measured, order, lookahead=lookahead))
 
 
-def order_of(runner: Runner, workers: tuple[tuple[int, ...], ...], *, has_backward: bool) -> Order:
-    """Return the actions of each worker in a step: the clocks, and then the same clocks in reverse order."""
+def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:
+    """Return the record of a step, with the simulation of its order with the times of its parts."""
+    events = recorder.events()
+    order = order_of(runner, has_backward=any(event.kind == "backward" for event in events))
+    return with_prediction(timeline_of(events, order), order, lookahead=True)
+
+
+def order_of(runner: Runner, *, has_backward: bool) -> Order:
+    """Return the actions of each device in a step: the clocks, and then the same clocks in reverse order."""
     count = max((len(settings) for settings in runner.settings), default=0)
     cells = [cell for clock in clock_cycles(count, len(runner.stages)) for cell in clock]
     actions = [Action(kind="forward", stage=stage, microbatch=number) for number, stage in cells]
@@ -88,4 +90,5 @@ def order_of(runner: Runner, workers: tuple[tuple[int, ...], ...], *, has_backwa
         if runner.settings[stage][number] is not None:
             actions.append(Action(kind="recompute", stage=stage, microbatch=number))
         actions.append(Action(kind="backward", stage=stage, microbatch=number))
-    return tuple(tuple(action for action in actions if action.stage in stages) for stages in workers)
+    devices = dict.fromkeys(runner.devices)
+    return tuple(tuple(one for one in actions if runner.devices[one.stage] == device) for device in devices)

@@ -29,7 +29,6 @@ from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat.pipeline.dependency import Passing, passed, with_grad
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
 _NOTHING = nullcontext()
@@ -81,9 +80,8 @@ class Recorder:
         """Return a context that records an event, also if its block raises."""
         if not self.on:
             return _NOTHING
-        if stream is None:
-            return _on_cpu(self._taken, stage, microbatch, kind)
-        return _on_stream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
+        zero = None if stream is None else self._zero_of(stream.device)
+        return _taken(self._taken, stage, microbatch, kind, stream, zero)
 
     def events(self) -> tuple[PipelineEvent, ...]:
         """Return the events since the start, in the order in which they ended; waits for the streams of the events."""
@@ -92,10 +90,6 @@ class Recorder:
     def elapsed_s(self) -> float:
         """Return the seconds since the start."""
         return perf_counter() - self._start_s
-
-    def timeline(self, *, stages: int, workers: tuple[tuple[int, ...], ...] = ()) -> Timeline:
-        """Return the events since the start as a timeline with the arguments as its attributes."""
-        return Timeline(events=self.events(), stages=stages, workers=workers)
 
     def _zero_of(self, device: torch.device) -> _Zero:
         with self._lock:
@@ -130,27 +124,18 @@ class _TakenEvent:
 
 
 @contextmanager
-def _on_cpu(taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind) -> Generator[None]:
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        taken.append(_TakenEvent(stage, microbatch, kind, start, perf_counter()))
-
-
-@contextmanager
-def _on_stream(
-    taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
+def _taken(
+    taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream | None, zero: _Zero | None
 ) -> Generator[None]:
-    start = _mark(stream)
+    start = _now(stream)
     try:
         yield
     finally:
-        taken.append(_TakenEvent(stage, microbatch, kind, start, _mark(stream), zero))
+        taken.append(_TakenEvent(stage, microbatch, kind, start, _now(stream), zero))
 
 
-def _mark(stream: torch.Stream) -> torch.Event:
-    return accelerator_of(stream.device).event(stream, timed=True)
+def _now(stream: torch.Stream | None) -> float | torch.Event:
+    return perf_counter() if stream is None else accelerator_of(stream.device).event(stream, timed=True)
 
 
 def _zero(device: torch.device) -> _Zero:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from torchremat.measuring.curves import Phase
 from torchremat.planning.plan_data import PlanData, Point
 from torchremat.planning.printing import summary_rows, unit_words
 from torchremat.schedules.chain import RegionNode
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
-from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
+from torchremat.views.steps import CurvePoint, Phase, Slice, Step, phases_of, runs
 
 _PAUSE_S = 1e-9
 

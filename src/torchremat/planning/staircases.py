@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchremat.measuring.curves import new_figure
 from torchremat.tensors.sizes import axis_unit, format_bytes
+from torchremat.views.pictures import INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # After Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#3D85B8", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-_INK = "#333333"
 _FAINT = "#DDDDDD"
 _MARK_POINTS = 8  # from a point to its label
 _LEAST_TURN = 0.02  # of the square; anything less is a line
@@ -78,18 +77,18 @@ def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") 
         peaks = [size / scale for size in one.peak_bytes]
         axes.step(peaks, one.slowdowns, where="pre", color=colour, linewidth=1.6, label=one.name or None)
         axes.plot(peaks, one.slowdowns, "o", color=colour, markersize=3.5)
-    axes.set_xlabel(f"peak of a training step ({unit})", color=_INK)
-    axes.set_ylabel("time of a step, plain = 1", color=_INK)
+    axes.set_xlabel(f"peak of a training step ({unit})", color=INK)
+    axes.set_ylabel("time of a step, plain = 1", color=INK)
     axes.set_xlim(left=0.0)
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.tick_params(colors=_INK)
+    axes.tick_params(colors=INK)
     if len(staircases) == 1:
         _mark(axes, staircases[0], scale)
     if title:
-        axes.set_title(title, color=_INK, fontsize="medium", loc="left")
+        axes.set_title(title, color=INK, fontsize="medium", loc="left")
     if any(one.name for one in staircases):
         axes.legend(frameon=False)
     figure.savefig(path)
@@ -100,13 +99,13 @@ def _mark(axes: Axes, one: Staircase, scale: int) -> None:
     marks = {len(one.peak_bytes) - 1: "floor"} | ({} if one.knee is None else {one.knee: "knee"})
     for place, word in marks.items():
         peak, slowdown = one.peak_bytes[place] / scale, one.slowdowns[place]
-        axes.plot([peak], [slowdown], "o", color=_INK, markersize=7, fillstyle="none")
+        axes.plot([peak], [slowdown], "o", color=INK, markersize=7, fillstyle="none")
         axes.annotate(
             f"{word}: {format_bytes(one.peak_bytes[place])}, {slowdown:.2f} x",
             (peak, slowdown),
             xytext=(_MARK_POINTS, _MARK_POINTS),
             textcoords="offset points",
-            color=_INK,
+            color=INK,
             fontsize="small",
         )
     axes.margins(x=0.05, y=0.12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -57,12 +58,12 @@ class OperatorContext(SelectiveCheckpointContext):
     @property
     def module(self) -> str:
         """The path of the innermost module that runs the operator, "" outside of any."""
-        return self._names.running()
+        return next(self._names.running(), "")
 
     @property
     def modules(self) -> list[str]:
         """The paths of all modules whose call is running, in the region and around it, innermost first."""
-        return self._names.all_running()
+        return list(self._names.running())
 
     @property
     def known_modules(self) -> list[str]:
@@ -73,12 +74,8 @@ class OperatorContext(SelectiveCheckpointContext):
 class ModuleNames(Protocol):
     """Knows the modules of a region by their paths."""
 
-    def running(self) -> str:
-        """Return the path of the innermost module that is running."""
-        ...
-
-    def all_running(self) -> list[str]:
-        """Return the paths of the modules that are running, innermost first."""
+    def running(self) -> Iterator[str]:
+        """Yield the paths of the modules that are running, innermost first."""
         ...
 
     def known(self) -> list[str]:

@@ -45,6 +45,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.state.world import World
 from torchremat.tensors.copies import again, same_bits
 from torchremat.tensors.metadata import version_of
+from torchremat.tensors.parts import bytes_of
 
 SMALL_BYTES = 16 << 10
 _NORMS = (
@@ -103,7 +104,7 @@ class Backups:
             for module, name, tensor in world.state:
                 self._consider(module, name, tensor, is_named=id(tensor) in named, is_hooked=module in roots)
             for tensor in world.loose:
-                if id(tensor) in named or tensor.nbytes <= SMALL_BYTES:
+                if id(tensor) in named or bytes_of(tensor) <= SMALL_BYTES:
                     self._copy(tensor, None, "", compares=world.passes_versions)
             if named:
                 self._copy_named(world)
@@ -126,7 +127,7 @@ class Backups:
             self._copy(tensor, module, name, compares=True)
         elif name in known:
             self._copy(tensor, module, name, compares=False, always=True)
-        elif tensor.nbytes <= SMALL_BYTES or self._passes_versions:
+        elif bytes_of(tensor) <= SMALL_BYTES or self._passes_versions:
             compares = self._passes_versions or accelerator_of(tensor.device).is_host
             self._copy(tensor, module, name, compares=compares)
 
@@ -152,7 +153,7 @@ class Backups:
                     self.written[id(one.tensor)] = Written(one)
                     if one.owner in changed:
                         changed[one.owner].add(one.name)
-                elif one.owner is not None and one.tensor.nbytes <= SMALL_BYTES:
+                elif one.owner is not None and bytes_of(one.tensor) <= SMALL_BYTES:
                     self._left[id(one.tensor)] = one.before
         for module, names in changed.items():
             _changed.setdefault(module, {})[module.training] = frozenset(names)

@@ -77,7 +77,7 @@ def _read(code: types.CodeType) -> Reads:
     attributes: set[str] = set()
     imports: list[tuple[str, int]] = []
     stores = False
-    for one in _nested(code):
+    for one in nested(code):
         values: list[object] = []
         for instruction in dis.get_instructions(one):
             if instruction.opname in _GLOBALS:
@@ -92,17 +92,18 @@ def _read(code: types.CodeType) -> Reads:
                 stores = True
     sets = not _SETTERS.isdisjoint({*names, *attributes})
     if not _LOOKUPS.isdisjoint({*names, *attributes}):
-        attributes |= {text for one in _nested(code) for text in one.co_consts if isinstance(text, str)}
+        attributes |= {text for one in nested(code) for text in one.co_consts if isinstance(text, str)}
     reads = tuple(name for name in names if not hasattr(builtins, name))
     passes = not _PAST_VERSIONS.isdisjoint(attributes)
     return Reads(reads, frozenset(attributes), tuple(imports), sets, stores, passes)
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a piece of code, and the functions, lambdas and comprehensions written inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 @functools.cache

@@ -43,6 +43,11 @@ def numbers_of(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple([RAGGED if isinstance(one, torch.SymInt) else one for one in sizes])
 
 
+def covers(wanted: torch.device, device: torch.device) -> bool:
+    """Return whether a device is the wanted one; "cuda" without an index stands for all of its type."""
+    return device.type == wanted.type and wanted.index in (None, device.index)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place, or -1 for an inference tensor, which does not count."""
     return -1 if tensor.is_inference() else tensor._version

@@ -92,6 +92,13 @@ def _is_empty_shell(memory: UntypedStorage) -> bool:
     return False
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of the elements of a tensor, of a sparse one those of its parts."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return sum(one.nbytes for one in sparse_parts(tensor) or (tensor,))
+
+
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
     tensor = tensor.detach()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
+from typing import get_args
 
 from torchremat.tensors.sizes import axis_unit, format_bytes
 from torchremat.views.charts import Figure, layout_of
 from torchremat.views.page import Chart
-from torchremat.views.steps import CurvePoint, Kind, Slice, Step
+from torchremat.views.steps import CurvePoint, Kind, Phase, Slice, Step
 
-_PHASES = ("forward", "recompute", "backward")
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 _MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: with more, only outlines would be visible
 _ROW_PIXELS, _CURVE_PIXELS, _MARGIN_PIXELS = 26, 360, 120
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Kind = Literal["forward", "recompute", "backward", "module", "other", "region", "store"]
+Phase = Literal["forward", "recompute", "backward"]
+Kind = Phase | Literal["module", "other", "region", "store"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class CurvePoint:
 
     seconds: float
     live_bytes: int
-    phase: Literal["forward", "recompute", "backward"]
+    phase: Phase
     says: tuple[str, ...] = ()
     key: str = ""
 

@@ -673,6 +673,29 @@ def test_a_large_buffer_is_copied_before_the_first_step_alone():
     assert torch.equal(model.table, torch.ones(200, 200))
 
 
+def test_a_sparse_buffer_is_put_back():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.fails = normed(), False
+            self.register_buffer("edges", torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            self.edges.mul_(2)
+            if self.fails:
+                raise MemoryError
+            return self.body(x) * torch.sparse.sum(self.edges)
+
+    model = Graph()
+    with guard(model, step, attempts=2) as run:
+        run(FIRST)
+        model.fails = True
+        with pytest.raises(GuardError, match="attempts=2 are used up"):
+            run(SECOND)
+
+    assert torch.equal(model.edges.to_dense(), 2 * torch.eye(4))
+
+
 class Comparing(nn.Linear):
     """Compares its parameters, as containers of tensors do."""
 

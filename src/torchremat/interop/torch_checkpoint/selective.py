@@ -7,6 +7,7 @@ and saved tensors are recomputed from them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,11 +83,8 @@ class _Listed:
 class _NoModules:
     """The modules of a block of code, which are unknown."""
 
-    def running(self) -> str:
-        return ""
-
-    def all_running(self) -> list[str]:
-        return []
+    def running(self) -> Iterator[str]:
+        return iter(())
 
     def known(self) -> list[str]:
         return []

@@ -7,9 +7,8 @@ from typing import Any, NoReturn, SupportsInt, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
-from torchremat.pipeline.dependency import replaced, with_grad
+from torchremat.pipeline.dependency import Passing, passed
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
 from torchremat.pipeline.pipe import Pipe
@@ -101,19 +100,8 @@ class GPipe(Pipe):
         return self
 
 
-class Checkpoint(torch.autograd.Function):
+class Checkpoint(Passing):
     """Marks recomputed outputs with the name of torchgpipe's nodes, which programs look for in a graph."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        return grads
 
 
 def verify_module(module: nn.Sequential) -> None:
@@ -160,11 +148,7 @@ def _checked(_partition: nn.Module, _given: tuple[object, ...], output: object) 
     if not is_checkpointing():
         return None
     found = Microbatch.of(output)
-    places = with_grad(found.tensors)
-    if not places:
-        return None
-    marked = Checkpoint.apply(*(found.tensors[place] for place in places))
-    return Microbatch(found.template, replaced(found.tensors, places, marked)).value
+    return Microbatch(found.template, passed(Checkpoint, lambda: None, found.tensors)).value
 
 
 def _verify_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:

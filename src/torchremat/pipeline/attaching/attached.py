@@ -25,7 +25,7 @@ from torchremat.pipeline.attaching.patches import Original, Patch, undo_all
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.prediction import costs_of, predict
+from torchremat.pipeline.prediction import with_prediction
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline, timeline_of
 from torchremat.regions.patches import scopes_on
@@ -104,10 +104,7 @@ class Attached:
         measured = gathered(self._recorder, self._order, self._group)
         recomputed = {(event.stage, event.microbatch) for event in measured.events if event.kind == "recompute"}
         order = recomputing(self._order, chosen=lambda stage, microbatch: (stage, microbatch) in recomputed)
-        costs = costs_of(measured)
-        if any((action.stage, action.kind) not in costs for actions in order for action in actions):
-            return measured  # a step without backward
-        return replace(measured, predicted=predict(measured, order, lookahead=self._lookahead))
+        return with_prediction(measured, order, lookahead=self._lookahead)
 
     @property
     def open_sessions(self) -> int:

@@ -30,6 +30,7 @@ from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import pooled_seconds, seconds_of
 from torchremat.schedules.bounds import Pull
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
+from torchremat.tensors.metadata import covers
 
 _DEVICE = torch.ops.prim.device.default  # a query for the device of a fake is not an operator of a step
 _NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
@@ -139,8 +140,7 @@ class _PlainRecord:
         self._device = device
 
     def _counts(self, value: SeenValue) -> bool:
-        # "cuda" without an index means any.
-        return value.device.type == self._device.type and self._device.index in (None, value.device.index)
+        return covers(self._device, value.device)
 
     def flow(self, costs: list[float]) -> Dataflow:
         """Return the forward with these costs."""

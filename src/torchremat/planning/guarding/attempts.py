@@ -18,7 +18,8 @@ from torchremat._compat.collectives import device_of
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.errors import UnsupportedError
 from torchremat.frames import OURS, PACKAGES, TORCH, steps_of
-from torchremat.measuring.exhaustion import asked_bytes, chain_of, held_bytes
+from torchremat.measuring.exhaustion import asked_bytes, held_bytes
+from torchremat.measuring.tracebacks import chain_of
 from torchremat.planning.plans import Plan
 from torchremat.tensors.sizes import format_bytes
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
@@ -25,6 +24,7 @@ from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping, StepStores
 from torchremat.stores.base import StoreStatistics
 from torchremat.tensors.handles import Store
+from torchremat.tensors.metadata import covers
 
 _TIMES = 3
 
@@ -89,7 +89,7 @@ def stepping_seconds(
         parts_s, tensors = 0.0, []
     moves_s, busy_s = _moves(stores.state, device, [one for one in tensors if one[0] >= LEAST_STORED_BYTES])
     every = {id(one): one for model in subject.models for one in model.parameters()}
-    parameters = [(one.nbytes, one.dtype) for one in every.values() if _is_on(one, device)]
+    parameters = [(one.nbytes, one.dtype) for one in every.values() if covers(device, one.device)]
     parameters_s, parameters_busy_s = _moves(
         stores.parameters, device, [one for one in parameters if one[0] >= LEAST_PARAMETER_BYTES]
     )
@@ -131,7 +131,7 @@ def _parts(subject: Subject, device: torch.device) -> tuple[float, list[tuple[in
     with stepped_and_undone(subject, optimizer) as step:
         step()  # makes the state
         state = tensors_in(list(dict.values(optimizer.state)))
-        tensors = [(one.nbytes, one.dtype) for one in state if _is_on(one, device)]
+        tensors = [(one.nbytes, one.dtype) for one in state if covers(device, one.device)]
         group_of = groups_by_parameter(optimizer)
         every = [one for one in parameters_of([optimizer]) if one.grad is not None]
 
@@ -142,7 +142,3 @@ def _parts(subject: Subject, device: torch.device) -> tuple[float, list[tuple[in
         whole_s = min(timed(step) for _ in range(_TIMES))
         parts_s = min(timed(parts) for _ in range(_TIMES))
     return max(0.0, parts_s - whole_s), tensors
-
-
-def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -34,15 +34,8 @@ class ModulePaths:
         """Return all paths."""
         return list(self._found().values())
 
-    def running(self) -> str:
-        """Return the path of the innermost module that is running, "" if none is."""
-        return next(self._running(), "")
-
-    def all_running(self) -> list[str]:
-        """Return the paths of the modules that are running, innermost first."""
-        return list(self._running())
-
-    def _running(self) -> Iterator[str]:
+    def running(self) -> Iterator[str]:
+        """Yield the paths of the modules that are running, innermost first."""
         names = self._found()
         for module in running_modules():
             path = names.get(id(module))
