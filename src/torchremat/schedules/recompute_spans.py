@@ -52,6 +52,7 @@ class RecomputeSpans:
         self.joint = joint
         self.order = sorted(joint.of_forward)
         self.time = {index: time for time, index in enumerate(self.order)}
+        self.early = [(index, one) for index, one in enumerate(joint.operators) if index not in joint.of_backward]
         self.late = [index for index in range(joint.begins, len(joint.operators)) if index in joint.of_backward]
         self.place = self._places()
         self.readers = self._readers()
@@ -73,9 +74,7 @@ class RecomputeSpans:
     def _places(self) -> dict[int, int]:
         """The time of the forward at which each value is made, or could be."""
         place: dict[int, int] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index in self.joint.of_backward:
-                continue
+        for index, operator in self.early:
             after = max((place[value] for value in operator.inputs if value in place), default=0)
             place.update(dict.fromkeys(operator.outputs, self.time.get(index, after)))
         return place
@@ -112,9 +111,7 @@ class RecomputeSpans:
     def _last_reads(self) -> dict[int, int]:
         """The last time at which an operator without gradients reads each value."""
         last: dict[int, int] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index in self.joint.of_backward:
-                continue
+        for index, operator in self.early:
             at = max((self.place[value] for value in operator.outputs), default=self.time.get(index, 0))
             for value in operator.inputs:
                 if value in self.place:
@@ -124,21 +121,17 @@ class RecomputeSpans:
     def _consumers(self) -> dict[int, list[int]]:
         """The operators without gradients that read each value."""
         found: dict[int, list[int]] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index not in self.joint.of_backward:
-                for value in operator.inputs:
-                    found.setdefault(value, []).append(index)
+        for index, operator in self.early:
+            for value in operator.inputs:
+                found.setdefault(value, []).append(index)
         return found
 
     def _latest(self) -> dict[int, int]:
         """The last time at which the backward may run each operator again."""
         latest: dict[int, int] = {}
-        for index in reversed(range(len(self.joint.operators))):
-            if index in self.joint.of_backward:
-                continue
-            outputs = self.joint.operators[index].outputs
-            direct = [min(self.readers[value]) for value in outputs if value in self.readers]
-            others = [latest[reader] for value in outputs for reader in self.consumers.get(value, ())]
+        for index, operator in reversed(self.early):
+            direct = [min(self.readers[value]) for value in operator.outputs if value in self.readers]
+            others = [latest[reader] for value in operator.outputs for reader in self.consumers.get(value, ())]
             latest[index] = min(direct) if direct else max(others, default=-1)
         return latest
 
