@@ -89,8 +89,8 @@ class StateEntries(dict[object, object]):
             handle for one in dict.values(self) if isinstance(one, StoredPart | StoredWrapper) for handle in one.handles
         ]
 
-    def put_away(self, store: Store, min_bytes: int) -> list[tuple[list[Handle], Tensor]]:
-        """Put the tensors into a store that no other code holds; return them, as the store may go on reading them.
+    def put_away(self, store: Store, min_bytes: int) -> list[tuple[Handle, Tensor]]:
+        """Put the tensors that no other code holds into a store; return its claims, and what each may go on reading.
 
         Args:
             store: The store; a tensor for which it has no room stays.
@@ -99,7 +99,7 @@ class StateEntries(dict[object, object]):
         Raises:
             StoreError: The store is strict, and has no room. The tensor that it refused is in memory.
         """
-        left: list[tuple[list[Handle], Tensor]] = []
+        left: list[tuple[Handle, Tensor]] = []
         for key in list(dict.keys(self)):
             held = [dict.__getitem__(self, key)]
             if not isinstance(held[0], Tensor) or held[0].nbytes < min_bytes:
@@ -109,7 +109,7 @@ class StateEntries(dict[object, object]):
                 stored = _stored(tensor, store, min_bytes)
                 if stored is not None:
                     dict.__setitem__(self, key, stored)
-                    left.append((stored.handles, tensor))
+                    left += [(handle, tensor) for handle in stored.handles]
         return left
 
     def bring_back(self) -> None:
