@@ -198,8 +198,7 @@ class Stretches:
         tensors = [one.unpack() for one in carry.held]
         if not carry.store and any(one.is_hooked for one in carry.held):
             # A region around the loop gives each of its saved tensors once in a backward.
-            carry.keep(tensors, self._key)
-            self._put(carry)
+            self._leave(carry, tensors, 0)
         return tensors
 
     def _leave(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
