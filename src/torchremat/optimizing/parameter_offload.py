@@ -24,10 +24,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import (
-    at_end_of_backward,
-    current_graph_task,
-)
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import without_wrappers
 from torchremat.frames import MODULE_CALL, running
