@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -65,10 +66,7 @@ class RecomputeSpans:
         self.cuts = self._cuts()
         self.base = self._base()
         self.choices = [
-            choice
-            for first in range(len(self.cuts) - 1)
-            for last in range(first + 1, len(self.cuts))
-            for choice in self._of(first, last, ways)
+            choice for first, last in combinations(range(len(self.cuts)), 2) for choice in self._of(first, last, ways)
         ]
 
     def _places(self) -> dict[int, int]:
@@ -165,8 +163,7 @@ class RecomputeSpans:
         found: dict[frozenset[int], SpanChoice] = {}
         for way in ways:
             choice = self._choice(first, last, inside, crossing, way)
-            if choice is not None:
-                found.setdefault(choice.saved, choice)
+            found.setdefault(choice.saved, choice)
         # A choice that costs at least as much as another and is nowhere lower is never taken.
         kept: list[SpanChoice] = []
         for choice in sorted(found.values(), key=lambda one: (one.cost, one.curve.sum())):
@@ -174,9 +171,7 @@ class RecomputeSpans:
                 kept.append(choice)
         return kept
 
-    def _choice(
-        self, first: int, last: int, inside: set[int], crossing: set[int], way: frozenset[int]
-    ) -> SpanChoice | None:
+    def _choice(self, first: int, last: int, inside: set[int], crossing: set[int], way: frozenset[int]) -> SpanChoice:
         again = _Again(self, inside, crossing | (way & inside))
         for time, read in sorted((time, value) for value in inside for time in self.readers.get(value, ())):
             again.read(read, time)
@@ -185,8 +180,6 @@ class RecomputeSpans:
         saved = frozenset(value for value in again.saved if again.used.get(value, -1) >= 0)
         operators = self.joint.operators
         cost = sum(operators[index].cost for index in again.made_at if index in self.joint.of_forward)
-        if not np.isfinite(cost):
-            return None
         return SpanChoice(first=first, last=last, saved=saved, cost=cost, curve=self._curve(again, saved))
 
     def _read_by_later(self, value: int, after: int) -> int:

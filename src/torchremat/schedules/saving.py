@@ -172,8 +172,6 @@ class Saver:
         """Return the values saved by a cover of stretches, of least cost within a limit, or of least peak for None."""
         choices, base = self._stretches.choices, self._stretches.base
         count = len(choices)
-        if not count:
-            return None
         path, ends = self._path(choices)
         costs = np.array([choice.cost for choice in choices])
         scale = max(float(costs.max()), 1.0)
