@@ -136,7 +136,7 @@ class _Level:
         return -(-steps // self.stride)
 
 
-class _Part(NamedTuple):
+class _LoopPart(NamedTuple):
     """Steps of which the first carry is in a store, or the last ones, all of whose carries are in slots."""
 
     steps: int
@@ -195,19 +195,19 @@ class Hierarchy:
     def _room(self, store: int) -> int:
         return self.levels[store - 1].room if store else 0
 
-    def _parts(self, steps: int, store: int, room: int) -> Iterator[_Part]:
+    def _parts(self, steps: int, store: int, room: int) -> Iterator[_LoopPart]:
         """Yield the parts of steps whose first carry passes by, in order."""
         while store:
             level = self.levels[store - 1]
             if level.takes(room, steps):
                 room = level.after(room)
                 part = level.part(room, steps)
-                yield _Part(part, store, room)
+                yield _LoopPart(part, store, room)
                 steps -= part
             else:
                 store -= 1
                 room = self._room(store)
-        yield _Part(steps, 0, 0)
+        yield _LoopPart(steps, 0, 0)
 
     def _places(self, first: int, steps: int, store: int, room: int) -> dict[int, int]:
         """Return where steps leave carries, given that the first carry passes by."""
@@ -225,7 +225,7 @@ class Hierarchy:
             self._known[key] = sum(map(self._traffic_of, self._parts(*key)), Traffic())
         return self._known[key]
 
-    def _traffic_of(self, part: _Part) -> Traffic:
+    def _traffic_of(self, part: _LoopPart) -> Traffic:
         """Return what a part takes."""
         steps, store, room = part
         if not store:
