@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
@@ -97,11 +98,8 @@ class Stretches:
         inside = self._in_slots()
         while len(inside) * self.division.carry >= self.division.units and inside[-1].index > carry.index:
             inside.pop().drop()
-        place = len(inside)
-        while place and inside[place - 1].index > carry.index:
-            place -= 1
-        if not (place and inside[place - 1] is carry):
-            inside.insert(place, carry)
+        if carry not in inside:
+            insort(inside, carry, key=attrgetter("index"))
         self._carries = [ref(one) for one in inside]
 
     def drop(self, place: int) -> None:
@@ -198,8 +196,7 @@ class Stretches:
         tensors = [one.unpack() for one in carry.held]
         if not carry.store and any(one.is_hooked for one in carry.held):
             # A region around the loop gives each of its saved tensors once in a backward.
-            carry.keep(tensors, self._key)
-            self._put(carry)
+            self._leave(carry, tensors, 0)
         return tensors
 
     def _leave(self, carry: Carry, tensors: list[Tensor], place: int) -> None:

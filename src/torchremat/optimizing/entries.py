@@ -12,6 +12,7 @@ that code writes to it would be lost. So code that holds a part of the state see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,52 +24,27 @@ from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import is_wrapper
 
 
-class StoredPart:
-    """A tensor that a store has."""
+class StoredTensor:
+    """A tensor that a store has; of one that wraps others, such as a DTensor, the store has the inner ones.
 
-    __slots__ = ("_content", "handle")
+    Args:
+        handles: The store's claims.
+        bring: Returns the tensor.
+    """
 
-    def __init__(self, handle: Handle, content: Content) -> None:
-        self.handle = handle
-        self._content = content
+    __slots__ = ("_bring", "handles")
 
-    @property
-    def handles(self) -> list[Handle]:
-        """The store's claims."""
-        return [self.handle]
+    def __init__(self, handles: list[Handle], bring: Callable[[], Tensor]) -> None:
+        self.handles = handles
+        self._bring = bring
 
     def get(self) -> Tensor:
-        """Return the tensor in fresh memory, which it has for itself: a view would keep its base alive."""
-        return self._content.back(self.handle.get()).detach()
+        """Return the tensor, in fresh memory."""
+        return self._bring()
 
 
 class _Rebuilding(Protocol):
     def __tensor_flatten__(self) -> tuple[list[str], object]: ...
-
-
-class StoredWrapper:
-    """A tensor that wraps others, such as a DTensor, of which a store has the inner ones."""
-
-    __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
-
-    def __init__(self, tensor: Tensor, inner: dict[str, object], context: object) -> None:
-        self._kind = cast("Any", type(tensor))
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._inner = inner
-        self._context = context
-
-    @property
-    def handles(self) -> list[Handle]:
-        """The store's claims."""
-        parts = [one for one in self._inner.values() if isinstance(one, StoredPart | StoredWrapper)]
-        return [handle for one in parts for handle in one.handles]
-
-    def get(self) -> Tensor:
-        """Return the tensor, in fresh memory."""
-        inner = {
-            name: one.get() if isinstance(one, StoredPart | StoredWrapper) else one for name, one in self._inner.items()
-        }
-        return self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
 
 
 class StateEntries(dict[object, object]):
@@ -85,12 +61,10 @@ class StateEntries(dict[object, object]):
     @property
     def handles(self) -> list[Handle]:
         """The store's claims on the tensors that are not in memory."""
-        return [
-            handle for one in dict.values(self) if isinstance(one, StoredPart | StoredWrapper) for handle in one.handles
-        ]
+        return [handle for one in dict.values(self) if isinstance(one, StoredTensor) for handle in one.handles]
 
-    def put_away(self, store: Store, min_bytes: int) -> list[tuple[list[Handle], Tensor]]:
-        """Put the tensors into a store that no other code holds; return them, as the store may go on reading them.
+    def put_away(self, store: Store, min_bytes: int) -> list[tuple[Handle, Tensor]]:
+        """Put the tensors that no other code holds into a store; return its claims, and what each may go on reading.
 
         Args:
             store: The store; a tensor for which it has no room stays.
@@ -99,7 +73,7 @@ class StateEntries(dict[object, object]):
         Raises:
             StoreError: The store is strict, and has no room. The tensor that it refused is in memory.
         """
-        left: list[tuple[list[Handle], Tensor]] = []
+        left: list[tuple[Handle, Tensor]] = []
         for key in list(dict.keys(self)):
             held = [dict.__getitem__(self, key)]
             if not isinstance(held[0], Tensor) or held[0].nbytes < min_bytes:
@@ -109,7 +83,7 @@ class StateEntries(dict[object, object]):
                 stored = _stored(tensor, store, min_bytes)
                 if stored is not None:
                     dict.__setitem__(self, key, stored)
-                    left.append((stored.handles, tensor))
+                    left += [(handle, tensor) for handle in stored.handles]
         return left
 
     def bring_back(self) -> None:
@@ -124,11 +98,11 @@ class StateEntries(dict[object, object]):
     def let_go(self) -> None:
         """Forget what the store does not have."""
         for key, value in list(dict.items(self)):
-            if not isinstance(value, StoredPart | StoredWrapper):
+            if not isinstance(value, StoredTensor):
                 dict.__delitem__(self, key)
 
     def _read(self, key: object, value: object) -> object:
-        if isinstance(value, StoredPart | StoredWrapper):
+        if isinstance(value, StoredTensor):
             value = value.get()
             dict.__setitem__(self, key, value)
         return value
@@ -215,17 +189,27 @@ def _names_of(tensor: Tensor) -> list[str]:
     return cast("_Rebuilding", tensor).__tensor_flatten__()[0]
 
 
-def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredPart | StoredWrapper | None:
+def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredTensor | None:
     if is_wrapper(tensor):
         names, context = cast("_Rebuilding", tensor).__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         parts = {name: one for name, one in inner.items() if isinstance(one, Tensor)}
-        found = {name: _stored(one, store, min_bytes) for name, one in parts.items()}
-        if not found or None in found.values():
+        found = {name: own for name, one in parts.items() if (own := _stored(one, store, min_bytes)) is not None}
+        if not found or len(found) < len(parts):
             return None
-        return StoredWrapper(tensor, {**inner, **found}, context)
+        bring = partial(_rebuilt, type(tensor), {**inner, **found}, context, tensor.size(), tensor.stride())
+        return StoredTensor([handle for one in found.values() for handle in one.handles], bring)
     if tensor.nbytes < max(min_bytes, 1):
         return None
     content = content_of(tensor)
     handle = store.put(content.line(tensor))
-    return None if handle is None else StoredPart(handle, content)
+    return None if handle is None else StoredTensor([handle], partial(_back, handle, content))
+
+
+def _back(handle: Handle, content: Content) -> Tensor:
+    return content.back(handle.get()).detach()  # for itself: a view would keep its base alive
+
+
+def _rebuilt(kind: Any, inner: Mapping[str, object], *how: object) -> Tensor:
+    parts = {name: one.get() if isinstance(one, StoredTensor) else one for name, one in inner.items()}
+    return kind.__tensor_unflatten__(parts, *how)

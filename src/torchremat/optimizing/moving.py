@@ -38,7 +38,7 @@ class StateMover:
     def __init__(self, store: Store, min_bytes: int) -> None:
         self.store = store
         self.min_bytes = min_bytes
-        self._leaving: list[tuple[list[Handle], Tensor]] = []
+        self._leaving: list[tuple[Handle, Tensor]] = []
         self._parts: list[tuple[int, list[ReferenceType[StateEntries]]]] = []  # of the open step, in their order
         self._next: dict[int, list[ReferenceType[StateEntries]]] = {}  # by the first parameter of the part before
 
@@ -76,9 +76,8 @@ class StateMover:
         """
         before, self._leaving = self._leaving, []
         entries = self._leave(state, parameters)
-        for handles, _ in before:
-            for handle in handles:
-                settle(handle)
+        for handle, _ in before:
+            settle(handle)
         del before
         first = id(parameters[0])
         self._parts.append((first, entries))
@@ -114,8 +113,7 @@ class StateMover:
 
     def _settle(self) -> None:
         leaving, self._leaving = self._leaving, []
-        for handles, _ in leaving:
-            for handle in handles:
-                settle(handle)
+        for handle, _ in leaving:
+            settle(handle)
         if leaving:
             land(self.store, all_of_it=True)

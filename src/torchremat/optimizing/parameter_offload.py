@@ -24,10 +24,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import (
-    at_end_of_backward,
-    current_graph_task,
-)
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import without_wrappers
 from torchremat.frames import MODULE_CALL, running
@@ -37,8 +34,7 @@ from torchremat.optimizing.parameter_checks import check_around, check_model
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
-from torchremat.optimizing.stored_state import check_store
-from torchremat.stores.base import land, settle
+from torchremat.stores.base import check_store, land, settle
 from torchremat.stores.held import Kept
 from torchremat.stores.parameter_moves import moving
 from torchremat.stores.stored_parameters import (

@@ -9,15 +9,15 @@ class derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, cast
 from weakref import finalize
 
 import torch
-from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.tensors.structure import tensors_in
 
 _had: list[tuple[type, Callable[..., object], Callable[..., object]]] = []  # class, its own `scale`, ours
 _watching: set[object] = set()
@@ -66,20 +66,12 @@ def _marking(scale: Callable[..., object]) -> Callable[..., object]:
     def marked(self: torch.amp.GradScaler, outputs: object) -> object:
         scaled = scale(self, outputs)
         if self.is_enabled() and _watching:
-            for one in _tensors(scaled):
+            for one in tensors_in(scaled):  # an iterator can be read once, and by the user
                 if one.grad_fn is not None:
                     one.grad_fn.register_prehook(_begin)
         return scaled
 
     return marked
-
-
-def _tensors(scaled: object) -> list[Tensor]:
-    if isinstance(scaled, Tensor):
-        return [scaled]
-    # An iterator can be read once, and by the user.
-    inner = cast("Iterable[object]", scaled) if isinstance(scaled, list | tuple) else ()
-    return [found for one in inner for found in _tensors(one)]
 
 
 def _begin(_: object) -> None:

@@ -156,21 +156,20 @@ def _step_in_parts(optimizer: Optimizer) -> Exception | None:
 
 
 def _differences(whole: Optimizer, parts: Optimizer) -> list[str]:
-    found: list[str] = []
-    for number, (one, other) in enumerate(zip(_contents(whole), _contents(parts), strict=True)):
-        found += _unlike(one, other, ("parameters", "state", "options", "attributes")[number])
-    return found[:3]
+    theirs = _contents(parts)
+    return [found for name, one in _contents(whole).items() for found in _unlike(one, theirs[name], name)][:3]
 
 
-def _contents(optimizer: Optimizer) -> Sequence[object]:
+def _contents(optimizer: Optimizer) -> dict[str, object]:
     parameters = parameters_of([optimizer])
     names = {"state", "param_groups", "defaults"}
-    return (
-        [one.detach() for one in parameters],
-        [dict(optimizer.state.get(one, {})) for one in parameters],
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        {name: one for name, one in vars(optimizer).items() if name not in names and _is_a_value(one)},
-    )
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {
+        "parameters": [one.detach() for one in parameters],
+        "state": [dict(optimizer.state.get(one, {})) for one in parameters],
+        "options": options,
+        "attributes": {name: one for name, one in vars(optimizer).items() if name not in names and _is_a_value(one)},
+    }
 
 
 def _is_a_value(one: object) -> bool:

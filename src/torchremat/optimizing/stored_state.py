@@ -22,6 +22,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.optimizing.moving import StateMover
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
+from torchremat.stores.base import check_store
 from torchremat.tensors.handles import Store
 
 
@@ -126,10 +127,3 @@ def offload_optimizer(optimizer: Optimizer, store: Store, *, min_bytes: int = 2*
         raise
     steps.mover = mover
     return OptimizerOffload(steps, optimizer, mover)
-
-
-def check_store(store: object) -> None:
-    """Raise an UnsupportedError if a user's `store` is none."""
-    if isinstance(store, type) or not callable(getattr(store, "put", None)):
-        found = store.__name__ if isinstance(store, type) else repr(store)
-        raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")

@@ -8,14 +8,15 @@ knows why it has none; `is None` and `zero_grad()` work as ever, and whatever re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NoReturn, cast
+from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor
 
 from torchremat._compat.modes import Args, Kwargs
 from torchremat._compat.tensors import no_torch_function, shell_of
 from torchremat.errors import UnsupportedError, bug
+from torchremat.tensors.structure import tensors_in
 
 
 class ReleasedGradient(Tensor):
@@ -39,7 +40,7 @@ class ReleasedGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: Args = (), kwargs: Kwargs = None) -> NoReturn:
         """Raise: some operator would read it."""
-        found = _found_in((*args, *(kwargs or {}).values()))
+        found = next((one for one in tensors_in((args, kwargs)) if isinstance(one, ReleasedGradient)), None)
         raise bug(f"{func} is given no gradient") if found is None else UnsupportedError(found._words())
 
     def __tensor_flatten__(self) -> tuple[list[str], object]:
@@ -53,10 +54,3 @@ class ReleasedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ReleasedGradient(shape={tuple(self.shape)})"
-
-
-def _found_in(args: object) -> ReleasedGradient | None:
-    if isinstance(args, ReleasedGradient):
-        return args
-    inner = cast("Iterable[object]", args) if isinstance(args, tuple | list) else ()
-    return next((found for one in inner if (found := _found_in(one)) is not None), None)

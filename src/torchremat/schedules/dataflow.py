@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchremat.errors import ScheduleError
 
@@ -77,6 +78,11 @@ class Dataflow:
         problems = list(self._problems())
         if problems:
             raise ScheduleError("not a dataflow: " + "; ".join(problems))
+
+    @cached_property
+    def maker(self) -> dict[int, int]:
+        """The operator that makes each value."""
+        return {value: index for index, operator in enumerate(self.operators) for value in operator.outputs}
 
     def _problems(self) -> Iterator[str]:
         for number, value in enumerate(self.values):

@@ -11,8 +11,10 @@ carry goes to a slower store only while none is in a faster one since, and trans
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -110,23 +112,36 @@ class _Level:
         """Return the room that is left when one more carry is in the store."""
         return room - 1 if self.is_limited else room
 
-    def part(self, room: int, places: int) -> int:
-        """Return how many places of a carry that is in the store wait for it, all of them with 0 for slots and below.
+    def part(self, room: int, steps: int) -> int:
+        """Return how many steps of a carry that is in the store wait for it, all of them with 0 for slots and below.
 
         Args:
             room: Beyond that carry.
-            places: From the carry to the end.
+            steps: From the carry to the end.
         """
+        places = self._places_in(steps)
         if places < 2:
             return 0
         most = len(self.below) - 1
         sums = self._waiting[room, 1:places] + self._passing[room, most + 1 - places : most]
         best = int(np.argmin(sums))
-        return 1 + best if sums[best] < self.below[places] else 0
+        return (1 + best) * self.stride if sums[best] < self.below[places] else 0
 
-    def takes(self, room: int, places: int) -> bool:
+    def takes(self, room: int, steps: int) -> bool:
         """Return whether a carry that passes by goes to the store."""
+        places = self._places_in(steps)
         return bool(self._passing[room, len(self.below) - 1 - places] < self.below[places])
+
+    def _places_in(self, steps: int) -> int:
+        return -(-steps // self.stride)
+
+
+class _LoopPart(NamedTuple):
+    """Steps of which the first carry is in a store, or the last ones, all of whose carries are in slots."""
+
+    steps: int
+    store: int  # its number, 0 for slots
+    room: int  # left there
 
 
 class Hierarchy:
@@ -147,14 +162,12 @@ class Hierarchy:
             level = _Level(below, store, self.stride)
             self.levels.append(level)
             below = level.cost()
-        self._known: dict[tuple[int, int, int, bool], Traffic] = {}
+        self._known: dict[tuple[int, int, int], Traffic] = {}
 
     def first_places(self) -> dict[int, int]:
         """Return where the first forward leaves carries, by step: 0 for a slot, n for the n-th store."""
-        places: dict[int, int] = {}
-        level = len(self.levels)
-        self._pass(places, 0, self.steps, level, self._room(level))
-        return places
+        store = len(self.levels)
+        return self._places(0, self.steps, store, self._room(store))
 
     def places(self, steps: int, store: int, used: int) -> dict[int, int]:
         """Return where steps leave carries that run again from a carry in a store; as `first_places`.
@@ -164,15 +177,11 @@ class Hierarchy:
             store: The number of the store, from 1 on.
             used: How many carries are in it, up to that one.
         """
-        places: dict[int, int] = {}
-        level = self.levels[store - 1]
-        room = max(level.room - used, 0) if level.is_limited else 0
-        part = level.part(room, self._count(steps)) * self.stride
+        room = max(self._room(store) - used, 0)
+        part = self.levels[store - 1].part(room, steps)
         if part:
-            self._pass(places, part, steps - part, store, room)
-        else:
-            self._pass(places, 0, steps, store - 1, self._room(store - 1))
-        return places
+            return self._places(part, steps - part, store, room)
+        return self._places(0, steps, store - 1, self._room(store - 1))
 
     def cost(self) -> float:
         """Return what it takes in all, in steps."""
@@ -180,55 +189,49 @@ class Hierarchy:
 
     def traffic(self) -> Traffic:
         """Return what that is."""
-        level = len(self.levels)
-        return self._traffic(self.steps, level, self._room(level), is_stored=False)
+        store = len(self.levels)
+        return self._traffic(self.steps, store, self._room(store))
 
     def _room(self, store: int) -> int:
         return self.levels[store - 1].room if store else 0
 
-    def _count(self, steps: int) -> int:
-        return -(-steps // self.stride)
-
-    def _pass(self, places: dict[int, int], first: int, steps: int, store: int, room: int) -> None:
-        """Note where steps leave carries, given that the first carry passes by."""
+    def _parts(self, steps: int, store: int, room: int) -> Iterator[_LoopPart]:
+        """Yield the parts of steps whose first carry passes by, in order."""
         while store:
             level = self.levels[store - 1]
-            if not level.takes(room, self._count(steps)):
+            if level.takes(room, steps):
+                room = level.after(room)
+                part = level.part(room, steps)
+                yield _LoopPart(part, store, room)
+                steps -= part
+            else:
                 store -= 1
                 room = self._room(store)
-                continue
-            places[first] = store
-            room = level.after(room)
-            part = level.part(room, self._count(steps)) * self.stride
-            first, steps = first + part, steps - part
-        for border in first_borders(steps, self.slots):
-            places[first + border] = 0
+        yield _LoopPart(steps, 0, 0)
 
-    def _traffic(self, steps: int, store: int, room: int, *, is_stored: bool) -> Traffic:
-        key = steps, store, room, is_stored
-        if key in self._known:
-            return self._known[key]
-        total = Traffic(reads=1) if is_stored else Traffic()
-        left = steps
-        while True:
-            if store == 0:
-                total += Traffic(runs=left + advances(left, self.slots))
-                break
-            level = self.levels[store - 1]
-            if is_stored:
-                part = level.part(room, self._count(left)) * self.stride
-                if part:
-                    total += Traffic(runs=part, reads=1) + self._traffic(left - part, store, room, is_stored=False)
-                    left = part
-                    continue
-                is_stored = False
-            elif level.takes(room, self._count(left)):
-                room = level.after(room)
-                part = level.part(room, self._count(left)) * self.stride
-                total += Traffic(runs=part, writes=1) + self._traffic(part, store, room, is_stored=True)
-                left -= part
-                continue
-            store -= 1
-            room = self._room(store)
-        self._known[key] = total
-        return total
+    def _places(self, first: int, steps: int, store: int, room: int) -> dict[int, int]:
+        """Return where steps leave carries, given that the first carry passes by."""
+        places: dict[int, int] = {}
+        for part in self._parts(steps, store, room):
+            borders = [0] if part.store else first_borders(part.steps, self.slots)
+            places |= {first + border: part.store for border in borders}
+            first += part.steps
+        return places
+
+    def _traffic(self, steps: int, store: int, room: int) -> Traffic:
+        """Return what steps take whose first carry passes by."""
+        key = steps, store, room
+        if key not in self._known:
+            self._known[key] = sum(map(self._traffic_of, self._parts(*key)), Traffic())
+        return self._known[key]
+
+    def _traffic_of(self, part: _LoopPart) -> Traffic:
+        """Return what a part takes."""
+        steps, store, room = part
+        if not store:
+            return Traffic(runs=steps + advances(steps, self.slots))
+        level, total = self.levels[store - 1], Traffic(runs=steps, writes=1, reads=1)
+        while waiting := level.part(room, steps):
+            total += Traffic(runs=waiting, reads=1) + self._traffic(steps - waiting, store, room)
+            steps = waiting
+        return total + self._traffic(steps, store - 1, self._room(store - 1))

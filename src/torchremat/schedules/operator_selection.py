@@ -103,11 +103,10 @@ def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> O
 
 def held_values(flow: Dataflow, held: frozenset[int]) -> set[int]:
     """Return the values that backward finds if the outputs of some operators are held."""
-    maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
     return {
         number
         for number, value in enumerate(flow.values)
-        if value.holdable and (number not in maker or maker[number] in held)
+        if value.holdable and (number not in flow.maker or flow.maker[number] in held)
     }
 
 
@@ -251,7 +250,6 @@ class _Knapsacks:
         self.flow = flow
         self.overhead = overhead
         count, candidates = len(flow.operators), set(holdable(flow))
-        maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
         self.cost = np.array([operator.cost for operator in flow.operators])
         spared = [one.replaceable and index in candidates for index, one in enumerate(flow.operators)]
         self.is_spared = np.array(spared, np.bool_)
@@ -261,7 +259,7 @@ class _Knapsacks:
         # cannot be held.
         self.saved_after, first_end = np.zeros(count, np.int64), 0
         for number, value in enumerate(flow.values):
-            index = maker.get(number)
+            index = flow.maker.get(number)
             if index in candidates:
                 (self.needed_bytes if value.needed else self.other_bytes)[index] += value.size_bytes
             if value.needed and value.holdable and index in candidates:

@@ -36,22 +36,17 @@ class Prices:
         row_of = {index: place for place, index in enumerate(self.running)}
         self.values = [value for index in self.running for value in operators[index].outputs]
         place = {value: len(self.running) + number for number, value in enumerate(self.values)}
+        # What the backward asks for is saved or its maker runs, and so is what an operator reads that runs.
+        reads: list[tuple[int, int | None]] = [(value, None) for value in sorted(joint.asked)]
+        reads += [(value, index) for index in self.running for value in operators[index].inputs if value in joint.maker]
         entries: list[tuple[int, int, float]] = []
-        lower: list[float] = []
-        for value in sorted(joint.asked):
-            entries += [(len(lower), place[value], 1.0), (len(lower), row_of[joint.maker[value]], 1.0)]
-            lower.append(1.0)
-        for index in self.running:
-            for value in operators[index].inputs:
-                maker = joint.maker.get(value)
-                if maker is not None:
-                    entries += [(len(lower), place[value], 1.0), (len(lower), row_of[maker], 1.0)]
-                    entries.append((len(lower), row_of[index], -1.0))
-                    lower.append(0.0)
-        shape = (len(lower), len(self.running) + len(self.values))
+        for number, (value, reader) in enumerate(reads):
+            entries += [(number, place[value], 1.0), (number, row_of[joint.maker[value]], 1.0)]
+            entries += [] if reader is None else [(number, row_of[reader], -1.0)]
+        shape = (len(reads), len(self.running) + len(self.values))
         rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
         self.matrix = csr_array(coo_array((values, (rows, columns)), shape=shape))
-        self.lower = np.array(lower)
+        self.lower = np.array([float(reader is None) for _, reader in reads])
         # A first run in the backward costs nothing extra.
         again = [operators[index].cost if index in joint.of_forward else 0.0 for index in self.running]
         self.cost = np.array([0.0 if math.isinf(cost) else cost for cost in again])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -52,6 +53,7 @@ class RecomputeSpans:
         self.joint = joint
         self.order = sorted(joint.of_forward)
         self.time = {index: time for time, index in enumerate(self.order)}
+        self.early = [(index, one) for index, one in enumerate(joint.operators) if index not in joint.of_backward]
         self.late = [index for index in range(joint.begins, len(joint.operators)) if index in joint.of_backward]
         self.place = self._places()
         self.readers = self._readers()
@@ -64,18 +66,13 @@ class RecomputeSpans:
         self.cuts = self._cuts()
         self.base = self._base()
         self.choices = [
-            choice
-            for first in range(len(self.cuts) - 1)
-            for last in range(first + 1, len(self.cuts))
-            for choice in self._of(first, last, ways)
+            choice for first, last in combinations(range(len(self.cuts)), 2) for choice in self._of(first, last, ways)
         ]
 
     def _places(self) -> dict[int, int]:
         """The time of the forward at which each value is made, or could be."""
         place: dict[int, int] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index in self.joint.of_backward:
-                continue
+        for index, operator in self.early:
             after = max((place[value] for value in operator.inputs if value in place), default=0)
             place.update(dict.fromkeys(operator.outputs, self.time.get(index, after)))
         return place
@@ -112,9 +109,7 @@ class RecomputeSpans:
     def _last_reads(self) -> dict[int, int]:
         """The last time at which an operator without gradients reads each value."""
         last: dict[int, int] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index in self.joint.of_backward:
-                continue
+        for index, operator in self.early:
             at = max((self.place[value] for value in operator.outputs), default=self.time.get(index, 0))
             for value in operator.inputs:
                 if value in self.place:
@@ -124,21 +119,17 @@ class RecomputeSpans:
     def _consumers(self) -> dict[int, list[int]]:
         """The operators without gradients that read each value."""
         found: dict[int, list[int]] = {}
-        for index, operator in enumerate(self.joint.operators):
-            if index not in self.joint.of_backward:
-                for value in operator.inputs:
-                    found.setdefault(value, []).append(index)
+        for index, operator in self.early:
+            for value in operator.inputs:
+                found.setdefault(value, []).append(index)
         return found
 
     def _latest(self) -> dict[int, int]:
         """The last time at which the backward may run each operator again."""
         latest: dict[int, int] = {}
-        for index in reversed(range(len(self.joint.operators))):
-            if index in self.joint.of_backward:
-                continue
-            outputs = self.joint.operators[index].outputs
-            direct = [min(self.readers[value]) for value in outputs if value in self.readers]
-            others = [latest[reader] for value in outputs for reader in self.consumers.get(value, ())]
+        for index, operator in reversed(self.early):
+            direct = [min(self.readers[value]) for value in operator.outputs if value in self.readers]
+            others = [latest[reader] for value in operator.outputs for reader in self.consumers.get(value, ())]
             latest[index] = min(direct) if direct else max(others, default=-1)
         return latest
 
@@ -172,8 +163,7 @@ class RecomputeSpans:
         found: dict[frozenset[int], SpanChoice] = {}
         for way in ways:
             choice = self._choice(first, last, inside, crossing, way)
-            if choice is not None:
-                found.setdefault(choice.saved, choice)
+            found.setdefault(choice.saved, choice)
         # A choice that costs at least as much as another and is nowhere lower is never taken.
         kept: list[SpanChoice] = []
         for choice in sorted(found.values(), key=lambda one: (one.cost, one.curve.sum())):
@@ -181,9 +171,7 @@ class RecomputeSpans:
                 kept.append(choice)
         return kept
 
-    def _choice(
-        self, first: int, last: int, inside: set[int], crossing: set[int], way: frozenset[int]
-    ) -> SpanChoice | None:
+    def _choice(self, first: int, last: int, inside: set[int], crossing: set[int], way: frozenset[int]) -> SpanChoice:
         again = _Again(self, inside, crossing | (way & inside))
         for time, read in sorted((time, value) for value in inside for time in self.readers.get(value, ())):
             again.read(read, time)
@@ -192,8 +180,6 @@ class RecomputeSpans:
         saved = frozenset(value for value in again.saved if again.used.get(value, -1) >= 0)
         operators = self.joint.operators
         cost = sum(operators[index].cost for index in again.made_at if index in self.joint.of_forward)
-        if not np.isfinite(cost):
-            return None
         return SpanChoice(first=first, last=last, saved=saved, cost=cost, curve=self._curve(again, saved))
 
     def _read_by_later(self, value: int, after: int) -> int:

@@ -33,7 +33,6 @@ from functools import cached_property
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array
 
 from torchremat.schedules.joint import Adjustments, Joint, Split, is_possible, split
 from torchremat.schedules.prices import Prices
@@ -173,9 +172,7 @@ class Saver:
         """Return the values saved by a cover of stretches, of least cost within a limit, or of least peak for None."""
         choices, base = self._stretches.choices, self._stretches.base
         count = len(choices)
-        if not count:
-            return None
-        flow = self._flow(choices)
+        path, ends = self._path(choices)
         costs = np.array([choice.cost for choice in choices])
         scale = max(float(costs.max()), 1.0)
         peak_scale = float(max(base.max(), max(choice.curve.max() for choice in choices), 1.0))
@@ -192,11 +189,13 @@ class Saver:
                 extra = 1
             else:
                 objective, upper, extra = costs / scale, (limit_bytes - base[times]) / peak_scale, 0
-            balance = np.hstack([flow[0].toarray(), np.zeros((flow[0].shape[0], extra))])
             left_s = self._until_s - time.monotonic()
             solved = milp(
                 objective,
-                constraints=[LinearConstraint(rows, -np.inf, upper), LinearConstraint(balance, flow[1], flow[1])],
+                constraints=[
+                    LinearConstraint(rows, -np.inf, upper),
+                    LinearConstraint(np.pad(path, ((0, 0), (0, extra))), ends, ends),
+                ],
                 integrality=np.array([1] * count + [0] * extra),
                 bounds=Bounds(0, np.append(np.ones(count), np.full(extra, np.inf))),
                 options={"time_limit": min(_PROGRAM_S, max(_LEAST_S, left_s)), "mip_rel_gap": _GAP},
@@ -213,14 +212,10 @@ class Saver:
         assert chosen is not None
         return frozenset[int]().union(*(choices[index].saved for index in np.flatnonzero(chosen)))
 
-    def _flow(self, choices: Sequence[SpanChoice]) -> tuple[csr_array, np.ndarray]:
-        """The rows that make a path of stretches from the first cut to the last."""
-        cuts = len(self._stretches.cuts)
-        starts = [choice.first for choice in choices]
-        ends = [choice.last for choice in choices]
-        columns = list(range(len(choices)))
-        values = [1.0] * len(choices) + [-1.0] * len(choices)
-        rows = coo_array((values, ([*starts, *ends], columns * 2)), shape=(cuts, len(choices)))
-        balance = np.zeros(cuts)
-        balance[0], balance[-1] = 1, -1
-        return csr_array(rows), balance
+    def _path(self, choices: Sequence[SpanChoice]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that make a path of stretches from the first cut to the last, and what these are to sum up to."""
+        rows, ends = np.zeros((len(self._stretches.cuts), len(choices))), np.zeros(len(self._stretches.cuts))
+        for place, choice in enumerate(choices):
+            rows[choice.first, place], rows[choice.last, place] = 1, -1
+        ends[0], ends[-1] = 1, -1
+        return rows, ends

@@ -16,6 +16,7 @@ Deliberately missing: several queues for one store. A disk with two threads is n
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ def earliest_dues(forward_s: Sequence[float], writes: Sequence[tuple[int, float]
     free_s, dues = 0.0, list[int]()
     for made, seconds in writes:
         free_s = max(free_s, ends[made]) + seconds
-        dues.append(next((place for place in range(made, len(ends)) if ends[place] >= free_s), len(ends) - 1))
+        dues.append(min(bisect_left(ends, free_s, lo=made), len(ends) - 1))
     return dues
 
 
@@ -88,5 +89,5 @@ def latest_begins(backward_s: Sequence[float], reads: Sequence[tuple[int, float]
     for place in range(len(reads) - 1, -1, -1):
         due, seconds = reads[place]
         before_s = min(before_s, starts[due]) - seconds
-        begins[place] = max((one for one in range(due + 1) if starts[one] <= before_s), default=0)
+        begins[place] = max(0, bisect_right(starts, before_s, hi=due + 1) - 1)
     return begins

@@ -5,7 +5,9 @@ They use the first option of every stage.
 
 from __future__ import annotations
 
-from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree
+import numpy as np
+
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 
 def uniform_trees(stages: int, *, most: int | None = None) -> list[Tree]:
@@ -37,12 +39,6 @@ def _segments(stages: int, count: int, *, keep_last: bool = False) -> Tree:
         count: 1 to the number of stages.
         keep_last: Whether the last segment is kept, as `checkpoint_sequential` does.
     """
-    short, longer = divmod(stages, count)
-    nodes: list[Node] = []
-    first = 0
-    for number in range(count):
-        length = short + 1 if number < longer else short
-        keeps = tuple(map(KeepNode, range(first, first + length)))
-        nodes.extend(keeps if keep_last and number == count - 1 else (RegionNode(keeps),))
-        first += length
-    return tuple(nodes)
+    kept = [tuple(map(KeepNode, part.tolist())) for part in np.array_split(np.arange(stages), count)]
+    regions = tuple(map(RegionNode, kept))
+    return (*regions[:-1], *kept[-1]) if keep_last else regions

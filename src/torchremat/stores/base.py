@@ -139,6 +139,13 @@ def limit_of(limit: int | str | None, option: str) -> int | None:
     return None if limit is None else bytes_of(limit, option)
 
 
+def check_store(store: object) -> None:
+    """Raise an UnsupportedError if a user's `store` is none."""
+    if isinstance(store, type) or not callable(getattr(store, "put", None)):
+        found = store.__name__ if isinstance(store, type) else repr(store)
+        raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")
+
+
 def statistics_of(store: object) -> StoreStatistics | None:
     """Return the counts of a store, None if it has none. See NOTE [ What a store may have as well ]."""
     found = getattr(store, "statistics", None)
@@ -154,9 +161,9 @@ def filled(statistics: StoreStatistics) -> str:
 
 
 class Remade:
-    """A store that copies of a model share, and that another process makes anew: empty, from the same arguments.
+    """What copies of a model share, and what another process makes anew: empty, from the same arguments.
 
-    Its file, threads and locks belong to one process; a copy of them would close the file of the original.
+    The file, threads and locks of a store belong to one process; a copy of them would close the file of the original.
     """
 
     _made_of: tuple[tuple[Any, ...], dict[str, Any]]

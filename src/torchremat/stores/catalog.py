@@ -12,7 +12,6 @@ Missing on purpose: the catalog keeps nothing alive that was put. See NOTE [ Who
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
@@ -24,6 +23,7 @@ from torchremat._compat.autograd import current_node
 from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import sequence_number
 from torchremat.errors import StoreError, UnsupportedError
+from torchremat.stores.base import Remade, check_store
 from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model, is_plain_array
 from torchremat.stores.held import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
@@ -49,7 +49,7 @@ class _UnfilledPuts(threading.local):
 # catalog is told to settle, or when the tensor is asked for.
 
 
-class Catalog:
+class Catalog(Remade):
     """Puts the tensors that autograd saves into a store.
 
     Args:
@@ -68,12 +68,9 @@ class Catalog:
     def __init__(
         self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None, by_storage: bool = False
     ) -> None:
-        if isinstance(store, type) or not callable(getattr(store, "put", None)):
-            found = store.__name__ if isinstance(store, type) else repr(store)
-            raise UnsupportedError(f"store={found}: expected an object with a method `put`, such as torchremat.Host().")
+        check_store(store)
         self.store = store
         self.min_bytes = min_bytes
-        self.window_bytes = window_bytes
         self.by_storage = by_storage
         self._shared = Shared(store, by_storage=by_storage)
         self._schedule = Schedule(window_bytes)
@@ -86,13 +83,6 @@ class Catalog:
     def totals(self) -> Totals:
         """The counts so far."""
         return self._shared.totals
-
-    def __reduce__(self) -> tuple[object, ...]:
-        options = {"min_bytes": self.min_bytes, "window_bytes": self.window_bytes, "by_storage": self.by_storage}
-        return partial(type(self), self.store, **options), ()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Catalog:
-        return self
 
     def put(self, tensor: Tensor) -> InCatalog:
         """Return the object that autograd holds in place of a tensor.

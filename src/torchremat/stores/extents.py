@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 
@@ -29,16 +28,14 @@ class Extents:
     def __init__(self) -> None:
         self.end = 0  # of the file
         self.free_bytes = 0
-        self._starts: list[int] = []  # of free extents, ascending
-        self._sizes: dict[int, int] = {}
+        # Of free extents: by the first byte the one after the last, and the other way round.
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
 
     @property
     def tail_bytes(self) -> int:
         """How many bytes at the end of the file are free."""
-        if not self._starts:
-            return 0
-        last = self._starts[-1]
-        return self._sizes[last] if last + self._sizes[last] == self.end else 0
+        return self.end - self._start_of.get(self.end, self.end)
 
     def grow(self, size: int) -> None:
         """Add free bytes at the end."""
@@ -48,7 +45,7 @@ class Extents:
 
     def take_one(self, size: int) -> list[Extent] | None:
         """Take the smallest free extent that is large enough, or the part of it that is needed; None if none is."""
-        fitting = [(free, start) for start, free in self._sizes.items() if free >= size]
+        fitting = [(end - start, start) for start, end in self._end_of.items() if end - start >= size]
         if not fitting:
             return None
         _, start = min(fitting)
@@ -59,7 +56,7 @@ class Extents:
         if size > self.free_bytes:
             return None
         taken: list[Extent] = []
-        for free, start in sorted(((free, start) for start, free in self._sizes.items()), reverse=True):
+        for free, start in sorted(((end - start, start) for start, end in self._end_of.items()), reverse=True):
             if size == 0:
                 break
             taken.append(self._cut(start, min(free, size)))
@@ -69,31 +66,22 @@ class Extents:
     def give(self, extents: list[Extent]) -> None:
         """Return extents that were taken."""
         for extent in extents:
-            start, size = extent.start, extent.size
-            if size == 0:
-                continue
-            self.free_bytes += size
-            place = bisect_left(self._starts, start)
-            if place < len(self._starts) and self._starts[place] == extent.end:
-                size += self._sizes.pop(self._starts.pop(place))
-            if place and self._starts[place - 1] + self._sizes[self._starts[place - 1]] == start:
-                self._sizes[self._starts[place - 1]] += size
-            else:
-                self._starts.insert(place, start)
-                self._sizes[start] = size
+            if extent.size:
+                self.free_bytes += extent.size
+                # With the free extents that end where it begins, and begin where it ends.
+                start, end = self._start_of.pop(extent.start, extent.start), self._end_of.pop(extent.end, extent.end)
+                self._end_of[start], self._start_of[end] = end, start
 
     def free(self) -> list[Extent]:
         """Return the free extents, in order."""
-        return [Extent(start, self._sizes[start]) for start in self._starts]
+        return [Extent(start, end - start) for start, end in sorted(self._end_of.items())]
 
     def _cut(self, start: int, size: int) -> Extent:
         """Take the first bytes of a free extent."""
-        place = bisect_left(self._starts, start)
-        rest = self._sizes.pop(start) - size
-        if rest:
-            self._starts[place] = start + size
-            self._sizes[start + size] = rest
+        taken, end = Extent(start, size), self._end_of.pop(start)
+        if taken.end < end:
+            self._end_of[taken.end], self._start_of[end] = end, taken.end
         else:
-            del self._starts[place]
+            del self._start_of[end]
         self.free_bytes -= size
-        return Extent(start, size)
+        return taken

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
+from typing import TypeAlias
 from weakref import ref
 
 import torch
@@ -150,13 +151,8 @@ class _WaitingSlots:
     saved: Versioned
 
 
-@dataclass(frozen=True, slots=True)
-class _NarrowedSlot:
-    """A slot that needs less than the tensor, of a node that has just been made."""
-
-    node: Node
-    name: str
-    slot: str
+# A slot that needs less than the tensor: the node, which has just been made, and the name of the slot.
+_NarrowedSlot: TypeAlias = tuple[Node, str]
 
 
 @only_watches
@@ -217,21 +213,22 @@ class SlotWatch(TorchFunctionMode):
                     one.narrowable.put(Emptied(metadata_of(tensor), str(one.saved.written())))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
-                narrowed = None if slot is None else self._narrowed(tensor, slot)
+                narrowed = None if slot is None else self._narrowed(tensor, *slot)
                 one.narrowable.put(self._catalog.put(tensor) if narrowed is None else narrowed)
         finally:
             set_grad_mode(enabled)
 
-    def _narrowed(self, tensor: Tensor, found: _NarrowedSlot) -> Surrogate | None:
-        like, need = metadata_of(tensor), NEEDS[found.name][found.slot]
+    def _narrowed(self, tensor: Tensor, node: Node, slot: str) -> Surrogate | None:
+        name, like = node.name(), metadata_of(tensor)
+        need = NEEDS[name][slot]
         if isinstance(need, Shape):
             self._catalog.put_shape(tensor)
-            return Surrogate(found.name, found.slot, like, self._catalog)
-        split = need(found.node, in_order(tensor)) if is_dense(tensor) else None
+            return Surrogate(name, slot, like, self._catalog)
+        split = need(node, in_order(tensor)) if is_dense(tensor) else None
         bits = None if split is None else self._catalog.put_mask(tensor, pack_bits(split.bits))
         if split is None or bits is None:
             return None
-        return Surrogate(found.name, found.slot, like, self._catalog, bits, split.true, split.false)
+        return Surrogate(name, slot, like, self._catalog, bits, split.true, split.false)
 
     def _found(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
         """Return the waiting slots that need less than the tensor, found by their contents."""
@@ -246,11 +243,10 @@ class SlotWatch(TorchFunctionMode):
                 continue
             seen.add(node)
             nodes.extend(before for before, _ in node.next_functions)
-            name = node.name()
-            for slot in NEEDS.get(name, ()):
+            for slot in NEEDS.get(node.name(), ()):
                 packed = packed_in(node, slot)
                 if isinstance(packed, Narrowable) and packed in waiting:
-                    found[packed] = _NarrowedSlot(node, name, slot)
+                    found[packed] = node, slot
         return found
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -41,24 +41,19 @@ class RecordsByStorage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: WeakKeyDictionary[UntypedStorage, list[ReferenceType[Record]]] = WeakKeyDictionary()
+        self._records: WeakKeyDictionary[UntypedStorage, WeakSet[Record]] = WeakKeyDictionary()
 
     def add(self, storage: UntypedStorage, record: Record) -> None:
         """Register a record."""
         with self._lock:
-            known = self._records.setdefault(storage, [])
-            if not any(one() is record for one in known):
-                known[:] = [one for one in known if one() is not None]
-                known.append(ref(record))
+            self._records.setdefault(storage, WeakSet()).add(record)
 
     def before_write(self, storage: UntypedStorage) -> None:
         """Have every record move its bytes out of a storage, which is about to be written."""
         with self._lock:
-            known = self._records.pop(storage, [])
-        for one in known:
-            record = one()
-            if record is not None:
-                record.before_write(storage)
+            known = list(self._records.pop(storage, ()))
+        for record in known:
+            record.before_write(storage)
 
 
 class Record:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import inf, nan
 from typing import Any
 
@@ -110,15 +110,8 @@ def _hardsigmoid(_: object, tensor: Tensor) -> TwoCases:
     return TwoCases(_aten.hardsigmoid_backward(_ones(tensor), tensor) != 0, 0.0, inf)
 
 
-def _hardshrink(node: Any, tensor: Tensor) -> TwoCases | None:
-    return _shrink(_aten.hardshrink_backward, node._saved_lambd, tensor)
-
-
-def _softshrink(node: Any, tensor: Tensor) -> TwoCases | None:
-    return _shrink(_aten.softshrink_backward, node._saved_lambd, tensor)
-
-
-def _shrink(backward: Callable[[Tensor, Tensor, float], Tensor], width: float, tensor: Tensor) -> TwoCases | None:
+def _shrink(backward: Callable[[Tensor, Tensor, float], Tensor], node: Any, tensor: Tensor) -> TwoCases | None:
+    width = node._saved_lambd
     if not 0 <= width < inf or _has_unsure_nans(tensor):
         return None
     return TwoCases(backward(_ones(tensor), tensor, width) != 0, inf, 0.0)
@@ -178,14 +171,14 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "ClampBackward1": {"self": _clamp},
     "ClampMaxBackward0": {"self": _clamp_max},
     "ClampMinBackward0": {"self": _clamp_min},
-    "HardshrinkBackward0": {"self": _hardshrink},
+    "HardshrinkBackward0": {"self": partial(_shrink, _aten.hardshrink_backward)},
     "HardsigmoidBackward0": {"self": _hardsigmoid},
     "HardtanhBackward0": {"self": _hardtanh},
     "LeakyReluBackward0": {"self": _leaky_relu},
     "LeakyReluBackward1": {"result": _leaky_relu},
     "NativeLayerNormBackward0": {"bias": SHAPE},
     "ReluBackward0": {"result": _relu},
-    "SoftshrinkBackward0": {"self": _softshrink},
+    "SoftshrinkBackward0": {"self": partial(_shrink, _aten.softshrink_backward)},
     "ThresholdBackward0": {"self": _threshold},
     "ThresholdBackward1": {"self": _threshold},
 }
