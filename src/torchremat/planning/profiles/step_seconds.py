@@ -23,7 +23,7 @@ from torchremat.optimizing.groups import groups_by_parameter, step_on
 from torchremat.optimizing.parameter_offload import LEAST_PARAMETER_BYTES
 from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping, StepStores
-from torchremat.stores.base import StoreStatistics
+from torchremat.stores.base import limit_bytes_of
 from torchremat.tensors.handles import Store
 
 _TIMES = 3
@@ -110,9 +110,7 @@ def _moves(
     if store is None or not tensors:
         return 0.0, 0.0
     payload = Payload(tensors=tuple(tensors))
-    found = getattr(store, "statistics", None)
-    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
-    speed = measured_speed(store, device, payload, limit_bytes)
+    speed = measured_speed(store, device, payload, limit_bytes_of(store))
     both, count, size_bytes = (speed.out, speed.back), len(payload.tensors), payload.size_bytes
     return sum(one.seconds(count, size_bytes) for one in both), sum(one.busy_s(count, size_bytes) for one in both)
 
