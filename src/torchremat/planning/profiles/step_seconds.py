@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.storages import tensors_in
@@ -80,13 +80,10 @@ def stepping_seconds(
     Raises:
         UnsupportedError: See `step_alone`.
     """
-    try:
-        parts_s, tensors = _parts(subject, device) if in_parts else (0.0, [])
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        let_go(error)
-        parts_s, tensors = 0.0, []
+    parts_s, tensors = 0.0, list[tuple[int, torch.dtype]]()
+    if in_parts:
+        with IfItFits():
+            parts_s, tensors = _parts(subject, device)
     moves_s, busy_s = _moves(stores.state, device, [one for one in tensors if one[0] >= LEAST_STORED_BYTES])
     every = {id(one): one for model in subject.models for one in model.parameters()}
     parameters = [(one.nbytes, one.dtype) for one in every.values() if _is_on(one, device)]
