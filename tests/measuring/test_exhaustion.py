@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchremat.measuring.exhaustion import asked_bytes, held_bytes, is_out_of_memory, let_go
+from torchremat.measuring.exhaustion import IfItFits, asked_bytes, held_bytes, is_out_of_memory, let_go
 
 ON_CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1 GiB is free. "
@@ -51,6 +51,19 @@ def test_what_is_not():
 def test_bytes_that_were_held():
     assert held_bytes(torch.OutOfMemoryError(ON_CUDA)) == 70 * 2**30
     assert held_bytes(MemoryError()) is None
+
+
+def test_a_block_ends_where_memory_runs_out_and_nowhere_else():
+    ran = []
+
+    with IfItFits():
+        ran.append("before")
+        raise MemoryError
+    ran.append("after")
+    with pytest.raises(RuntimeError, match="mine"), IfItFits():
+        raise RuntimeError("mine")
+
+    assert ran == ["before", "after"]
 
 
 @pytest.mark.parametrize("asked_for_variables", [False, True])

@@ -81,7 +81,7 @@ def test_that_takes_fewer_flops_than_whole_blocks(model, adaptive):
 def test_calls_inside_of_such_blocks_are_watched_in_the_first_profile_alone(adaptive):
     (family,) = families(adaptive)
 
-    assert [pair.leaves is None for pair in family.pair] == [False, True, True]
+    assert [pair.leaves is None for pair in family.pairs.values()] == [False, True, True]
 
 
 def test_blocks_are_recomputed_in_parts_where_nothing_else_fits():

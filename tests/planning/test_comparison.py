@@ -16,8 +16,8 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 from torchremat.planning.devices.machines import Here
+from torchremat.planning.exactness.comparison import without_hidden
 from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.grain import find_units, finest_units
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watched_step import watch
@@ -99,7 +99,7 @@ def test_what_is_compared_leaves_no_byte_in_the_record(kind, finest):
     plain, compared = (watched(model, compares=compares, finest=finest) for compares in (False, True))
 
     assert compared.watcher.comparison.hidden
-    assert compared.watcher.comparison.unasked(len(compared.units.units)) == []
+    assert compared.watcher.comparison.unasked(len(compared.watcher.units.units)) == []
     assert bytes_of(compared) == bytes_of(plain)
 
 
@@ -143,7 +143,7 @@ def test_state_out_of_sight_is_noticed(kind):
 
     def compared():
         found = watched(HIDDEN[kind](), compares=True)
-        found.watcher.comparison.unasked(len(found.units.units))
+        found.watcher.comparison.unasked(len(found.watcher.units.units))
 
     with pytest.raises((CheckpointError, TypeError), match=r"has not repeated its forward|NoneType"):
         compared()

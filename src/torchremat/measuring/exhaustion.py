@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 import torch
 
@@ -69,3 +71,15 @@ def let_go(error: BaseException) -> None:
             # Before Python 3.13, a frame whose `f_locals` an error logger has read keeps a dict of its variables that
             # is not cleared. Reading it again brings it up to date.
             _ = frame.f_locals
+
+
+class IfItFits(AbstractContextManager[None, bool]):
+    """Ends a block where memory runs out in it, without an error, and frees what it has left."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        let_go(error)
+        return True

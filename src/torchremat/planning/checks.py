@@ -24,6 +24,7 @@ from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWar
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.optimizers import steps_alone
 from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
+from torchremat.planning.profiles.traces import named
 from torchremat.planning.sounded import Soundings
 from torchremat.planning.trained import Trained
 from torchremat.regions.calls import Body
@@ -252,13 +253,13 @@ class PlannedScope(Scope):
         if not _is_a_step():
             return
         if self.checks is not None:
-            self.checks.begun(module, _named(self.root), (args, kwargs))
+            self.checks.begun(module, named(self.root), (args, kwargs))
         if self.seen or self.conditions is None:
             return
         now = conditions_of(module)
         self.seen.append(now)
         for said in self.conditions.differences(now):
-            warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
+            warn(f"{named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
 
     def counted_elsewhere(self) -> None:
         """Leave the bytes of the model to the owner of the plan, which is one of several plans or changes."""
@@ -293,10 +294,6 @@ def _is_a_step() -> bool:
     Under a transform the parameters may be others, whose memory cannot be asked for.
     """
     return not (is_rehearsing() or is_transformed()) and current_graph_task() == -1
-
-
-def _named(root: str) -> str:
-    return f"`{root}`" if root else "the model"
 
 
 def is_part_of(name: str, owner: str) -> bool:

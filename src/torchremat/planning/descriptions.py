@@ -22,7 +22,7 @@ from torchremat.planning.plans import Plan, claimed
 from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
-from torchremat.planning.searches.flows import operators_of
+from torchremat.planning.searches.flows import runs_of
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
@@ -260,6 +260,6 @@ def compiled_whole(profile: Profile) -> str | None:
     """Return the name of the compiled unit that saves more than all others together; None if none does."""
     inside_bytes = [size.inside_bytes for size in profile.sizes]
     largest = inside_bytes.index(max(inside_bytes))
-    runs = (profile.units.trace.operators.runs[index] for index in operators_of(profile, largest))
     is_most = 2 * inside_bytes[largest] > sum(inside_bytes)
-    return profile.units.units[largest].name if is_most and any(run.is_compiled for run in runs) else None
+    is_compiled = any(run.is_compiled for run in runs_of(profile, largest))
+    return profile.units.units[largest].name if is_most and is_compiled else None

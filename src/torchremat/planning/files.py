@@ -9,7 +9,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
@@ -59,45 +59,44 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
         )
     try:
         plan = cast("T", _read(values, kind, source))
-        _check_tree(plan, source)
+        problem = next(_problems(plan), "")
     except RecursionError:
         raise PlanError(f"{source}: not a plan, its tree is nested too deeply.") from None
+    if problem:
+        raise PlanError(f"{source}: {problem}")
     return plan
 
 
-def _check_tree(plan: PlanData, source: str) -> None:
+def _problems(plan: PlanData) -> Iterator[str]:
+    """Yield what a plan contradicts itself in."""
     calls, units, tree = plan.calls.units, len(plan.units), plan.tree
     found = [keep.stage for keep in kept(tree)]
     if found != list(range(units)) or len(calls) != units:
-        raise PlanError(
-            f"{source}: the tree covers the units {found}, the plan has {units}, with calls for {len(calls)}."
-        )
+        yield f"the tree covers the units {found}, the plan has {units}, with calls for {len(calls)}."
     parts = sorted(unit for one in plan.held for unit in one.units)
     chosen = [keep.stage for keep in kept(tree) if keep.option]
     inside = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
     nested = [unit for unit in inside if any(one.held and unit in one.units for one in plan.held)]
     if nested:
-        raise PlanError(
-            f"{source}: the tree keeps the units {nested} in part inside of regions, which is not possible."
-        )
+        yield f"the tree keeps the units {nested} in part inside of regions, which is not possible."
     if parts != chosen:
-        raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
+        yield f"the tree keeps the units {chosen} in part, and `held` is for the units {parts}."
     uncut = [one.cuts for one in plan.held if one.cuts != tuple(sorted({*one.cuts} - {0}))]
     if uncut:
-        raise PlanError(f"{source}: `cuts` are no rising numbers above 0: {uncut[0]}.")
+        yield f"`cuts` are no rising numbers above 0: {uncut[0]}."
     missing = [one.held for one in plan.held if max(one.held, default=-1) >= len(one.operators)]
     if missing:
-        raise PlanError(f"{source}: `held` has numbers of operators that do not exist: {missing[0]}.")
+        yield f"`held` has numbers of operators that do not exist: {missing[0]}."
     last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)
     if last >= units or any(one.store >= len(plan.stores) for one in plan.stored):
-        raise PlanError(f"{source}: `stored` names stores or units that do not exist.")
+        yield "`stored` names stores or units that do not exist."
     if plan.speeds and len(plan.speeds) != len(plan.stores):
-        raise PlanError(f"{source}: there are {len(plan.stores)} stores, and the speeds of {len(plan.speeds)}.")
+        yield f"there are {len(plan.stores)} stores, and the speeds of {len(plan.speeds)}."
     empty = [unit for unit, made in enumerate(calls) if not made]
     if empty:
-        raise PlanError(f"{source}: the units {empty} have no calls.")
+        yield f"the units {empty} have no calls."
     if not plan.calls.roots:
-        raise PlanError(f"{source}: `calls` has no roots, and without one nothing is recomputed.")
+        yield "`calls` has no roots, and without one nothing is recomputed."
 
 
 # -------------------------------------------------------------------------------------------------------------- writing

@@ -13,6 +13,7 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
 from torchremat.planning.checks import Checks, PlannedScope, is_part_of
 from torchremat.planning.conditions import Conditions, InputSizes
+from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.stepping import (
     PLAIN_STEPPING,
@@ -339,7 +340,7 @@ def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
 def put_on(model: nn.Module) -> str:
     """Return a description of what is on a model: plans, and otherwise wrapped modules."""
     wrapped = [(name, found) for name, module in model.named_modules() if (found := forward_under(module))]
-    others = [f"`{name}`" if name else "the model" for name, forward in wrapped if forward.owner is None]
+    others = [named(name) for name, forward in wrapped if forward.owner is None]
     words = [f"`wrap` of {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"] if others else []
     if len(others) < len(wrapped):
         words.append("another plan")

@@ -139,13 +139,9 @@ def _uses(model: nn.Module, trace: Trace, sizes: Container[int]) -> Iterator[_Us
         read = {named[name] for name in names if name is not None}
         (by_step if run.call < 0 else calls[run.call]).update(one for one in read if one in sizes)
     yield frozenset(), frozenset(by_step)
-    for index, call in enumerate(calls):
-        yield frozenset(call), frozenset(by_step.union(*(calls[one] for one in _outward(trace, index))))
+    around: list[frozenset[int]] = []  # of each call, with the calls around it, which come before it
+    for call, read in zip(trace.calls, calls, strict=True):
+        around.append(frozenset(read | (by_step if call.parent is None else around[call.parent])))
+        yield frozenset(read), around[-1]
     for name in trace.looped:  # the calls that a loop makes are not traced
         yield own[name], frozenset(by_step.union(*(own[one] for one in own if is_part_of(name, one))))
-
-
-def _outward(trace: Trace, index: int | None) -> Iterator[int]:
-    while index is not None:
-        yield index
-        index = trace.calls[index].parent

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.before import BytesBefore
-from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import run_traced, subject_of
@@ -178,16 +178,13 @@ class ProfiledStep:
         given = self.options.optimizer
         if given is None or self.stepping == PLAIN_STEPPING:
             return self.optimizer_peak_bytes or 0
-        try:
+        with IfItFits():
             found = measure_optimizer(self.subject, given, self._machine)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return 0
-        fixed_bytes = self.plain_fixed_bytes
-        if self.placed.is_stored:
-            fixed_bytes += self.parameters.step_room_bytes - self.parameters.room_bytes
-        return fixed_bytes - found.state_bytes + found.peak_bytes
+            fixed_bytes = self.plain_fixed_bytes
+            if self.placed.is_stored:
+                fixed_bytes += self.parameters.step_room_bytes - self.parameters.room_bytes
+            return fixed_bytes - found.state_bytes + found.peak_bytes
+        return 0
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -213,16 +210,10 @@ class ProfiledStep:
         if not is_here or not self._peers.everywhere(lambda: has_room(self._machine, needed_bytes)):
             return None
         device = self.profile.device
-        try:
-            with bare(self.model), state_made(self.subject):
-                before = self.profile.before
-                return max(
-                    self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before))
-                )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        with IfItFits(), bare(self.model), state_made(self.subject):
+            before = self.profile.before
+            return max(self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before)))
+        return None
 
     def known_plain(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, predicted if it was not measured yet."""

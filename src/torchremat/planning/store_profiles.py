@@ -28,7 +28,7 @@ from torchremat.planning.stepping import StepStores
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import KeepNode
-from torchremat.stores.base import StoreStatistics, held_in, settle
+from torchremat.stores.base import held_in, limit_bytes_of, settle
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import memories_of
 
@@ -89,8 +89,7 @@ def check_apart(stores: Sequence[Store], parameters: Store | None, name: str) ->
 
 def _limited_in(store: object) -> Iterator[object]:
     """Yield the stores with a limit that a store is, or has inside of it."""
-    found = getattr(store, "statistics", None)
-    if isinstance(found, StoreStatistics) and found.limit_bytes is not None:
+    if limit_bytes_of(store) is not None:
         yield store
     for inner in _inside(store):
         yield from _limited_in(inner)
@@ -143,8 +142,7 @@ def _offer(model: nn.Module, subject: Subject, pair: ProfilePair, place: int, st
     offload_sizes, payload = _weighed(model, subject, pair.blocks, store)
     if pair.leaves is not None:
         offload_sizes = _weighed(model, subject, pair.leaves, store)[0] | offload_sizes
-    found = getattr(store, "statistics", None)
-    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
+    limit_bytes = limit_bytes_of(store)
     return StoreProfile(
         store=place,
         offload_sizes=offload_sizes,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.optimizing.partial_steps import steps_in_parts
@@ -131,13 +131,10 @@ class _BothRun:
         self._ours = _run(subject, device, state_bytes)
         self._ran(2)
         self._plain: _VerifiedRun | None = None
-        try:
+        with IfItFits():
             with bare(model):
                 self._plain = _run(subject, device, state_bytes)
             self._ran(2)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
         self._seconds, self._plain_seconds = self._timed()
         self._recomputed_flops = run_counted(subject, device).recomputed_flops
         self._ran(1)

@@ -11,7 +11,7 @@ for the weights are read out of the session; gradients that wait for the weight 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.storages import address_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
@@ -108,12 +107,8 @@ class _SplitRun:
                 with session.active():
                     ends = step(module)
                 self.forward = recorder.mark("forward")
-                with session.active():
-                    if drops:
-                        with session.input_pass():
-                            groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
-                    else:
-                        groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+                with session.active(), session.input_pass() if drops else nullcontext():
+                    groups = run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
                 self.between = recorder.mark("between")
                 self.left = [own.region is None or own.region() is None for own in watcher.watched]
                 self.needs = [self._needs(unit, session) for unit in range(len(units.units))]
@@ -150,7 +145,7 @@ class _SplitRun:
     def profile(self) -> Profile:
         """Return the profile of this backward, in which the stage's outputs live until its end."""
         watched, whole = self.watcher.watched, self.whole
-        live = without_copies(self._trace, self.watcher.copying).live
+        live = self.watcher.without_copies(self._trace).live
         order = [unit for unit in self.watcher.order if watched[unit].recompute < self.between]
         starts = [self._position(watched[unit].recompute) for unit in order] + [self._position(self.between)]
         stays = self._stays(order)

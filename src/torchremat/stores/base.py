@@ -152,6 +152,12 @@ def statistics_of(store: object) -> StoreStatistics | None:
     return found if isinstance(found, StoreStatistics) else None
 
 
+def limit_bytes_of(store: object) -> int | None:
+    """Return the bytes that a store takes at most; None if it has no limit, or does not count."""
+    found = statistics_of(store)
+    return None if found is None else found.limit_bytes
+
+
 def filled(statistics: StoreStatistics) -> str:
     """Return how full a store is, in words."""
     stored = format_bytes(statistics.stored_bytes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
 from torchremat.measuring.runs import Subject
@@ -91,12 +91,9 @@ def plain_step(
         with stepping():
             return _plain_step(subject, machine, cost, profile)
 
-    try:
+    with IfItFits():
         return peers.each(stepped)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return Unseen(reason=_NO_ROOM)
+    return Unseen(reason=_NO_ROOM)
 
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:

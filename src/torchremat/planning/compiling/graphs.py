@@ -22,7 +22,7 @@ from torchremat._compat.inductor import is_incoming, known, must_be_in_backward
 from torchremat._compat.operators import is_operator, name_of
 from torchremat.measuring.flops import formula_of
 from torchremat.measuring.storages import address_of
-from torchremat.planning.compiling.trials import Workspaces, measured_workspaces, strided
+from torchremat.planning.compiling.trials import Workspaces, measured_workspaces, strided, writes
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Operator
 from torchremat.schedules.joint import Joint
@@ -100,7 +100,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
             incoming += found if is_incoming(node) else []
         else:
             made = tuple(dict.fromkeys(value for value in found if value >= before))
-            written = _writes(node)
+            written = writes(node)
             if written:  # it must run, even if its result has no reader
                 made = (*made, values.effect())
                 effects[must_be_in_backward(node)].append(made[-1])
@@ -234,11 +234,6 @@ def _draws(node: Node) -> bool:
 def _fuses(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(getattr(schema, "is_mutable", False))
 
 
 def _flops(node: Node) -> int:

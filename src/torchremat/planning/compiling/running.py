@@ -200,10 +200,7 @@ class Memory:
 
     def _counted(self, shape: TensorShape) -> int:
         """The bytes of a tensor, if it is on the device whose bytes count."""
-        if shape.device.type != self._reading.device.type or not all(shape.size):
-            return 0
-        steps = zip(shape.size, shape.stride, strict=True)
-        return (1 + sum((length - 1) * step for length, step in steps)) * shape.dtype.itemsize
+        return shape.elements * shape.dtype.itemsize if shape.device.type == self._reading.device.type else 0
 
     def _made(self, sizes: Iterable[int]) -> _Held:
         """Make storages, each with one reference."""

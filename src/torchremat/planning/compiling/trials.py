@@ -45,6 +45,12 @@ class TensorShape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def elements(self) -> int:
+        """The number of elements that its memory has room for, gaps included."""
+        steps = zip(self.size, self.stride, strict=True)
+        return 1 + sum((length - 1) * step for length, step in steps) if all(self.size) else 0
+
 
 class Trials:
     """The calls that have run on one device, by the name that the caller gave each.
@@ -121,9 +127,7 @@ def made_up(value: object) -> object:
     """Return zeros of a shape; anything else as it is."""
     if not isinstance(value, TensorShape):
         return value
-    steps = zip(value.size, value.stride, strict=True)
-    elements = 1 + sum((length - 1) * step for length, step in steps) if all(value.size) else 0
-    return torch.zeros(elements, dtype=value.dtype, device=value.device).as_strided(value.size, value.stride)
+    return torch.zeros(value.elements, dtype=value.dtype, device=value.device).as_strided(value.size, value.stride)
 
 
 class Workspaces(Trials):
@@ -192,10 +196,15 @@ def _description(node: Node) -> Any:
 
 def _is_view(node: Node) -> bool:
     """Whether a call makes no new storage and writes to none."""
-    if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+    if writes(node):
         return False
     given = {address_of(one.untyped_storage()) for other in node.all_input_nodes for one in strided(other)}
     return all(address_of(one.untyped_storage()) in given for one in strided(node))
+
+
+def writes(node: Node) -> bool:
+    """Return whether a call writes to one of its arguments."""
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def strided(node: Node) -> list[Tensor]:

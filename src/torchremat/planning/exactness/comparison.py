@@ -1,7 +1,7 @@
 """Compares what the units of a watched step save and return in their forward and their recompute, bit by bit.
 
 The recomputes of the watched step are those of training, so no other forward is needed for it. The work that is done
-only for the comparison is hidden from the record; see `events.without_hidden`:
+only for the comparison is hidden from the record; see `without_hidden`:
 
     fingerprints           of each tensor that a unit saves or returns, in its forward and in its recompute. Those of
                            small tensors on the host take no memory and no longer than a mark: they are not hidden
@@ -17,7 +17,7 @@ yet: the units are then tried, see `replayability`. So are other units for which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import CheckpointError
 from torchremat.measuring.storages import StorageMap, address_of
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.regions.slots import Recomputable
 from torchremat.regions.values import is_workspace
 from torchremat.tensors.fingerprints import differing, fingerprint, hash_here
@@ -155,6 +156,14 @@ class Comparison:
         if not are_like or any(any(differing(*zip(*own, strict=True))) for own in devices.values()):
             raise CheckpointError("a unit has not repeated its forward.")
         return [unit for unit in range(units) if unit not in asked]
+
+
+def without_hidden(trace: AllocationTrace, hidden: Sequence[tuple[int, int]]) -> AllocationTrace:
+    """Return the trace as if nothing had run in some stretches, given by the marks at their ends, apart and in order.
+
+    What they allocate goes, with its frees, and so do their seconds. Memory from before them is freed where it was.
+    """
+    return trace.without(trace.made_in(hidden)).without_seconds(hidden) if hidden else trace
 
 
 def _seen(tensor: Tensor, version: int) -> tuple[object, ...]:

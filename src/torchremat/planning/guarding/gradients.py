@@ -66,7 +66,7 @@ class Gradient:
 
         def count(leaf: Tensor) -> None:
             if self._is_aside:
-                leaf.grad, self._is_aside = self.before, False
+                self.come_back()
             elif leaf.grad is self.before:
                 self._done += 1
             else:
@@ -77,7 +77,7 @@ class Gradient:
         return [self.leaf.register_hook(take_away), counted] if skipped else [counted]
 
     def come_back(self) -> None:
-        """Restore the gradient if an error, or Ctrl-C, came between the two hooks."""
+        """Restore the gradient after an addition was skipped, also if an error or Ctrl-C came between the two hooks."""
         if self._is_aside:
             self.leaf.grad, self._is_aside = self.before, False
 

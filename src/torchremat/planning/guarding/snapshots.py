@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 from weakref import ReferenceType
 
@@ -132,12 +131,6 @@ class StepState:
             + self._random.held_bytes(device)
             + sum(clone.nbytes for _, clone in self._named if clone.device == device)
         )
-
-    @contextmanager
-    def watched(self) -> Generator[None]:
-        """Watch one attempt."""
-        with self.gradients.watched():
-            yield
 
     def has_stepped(self) -> bool:
         """Return whether a tensor of an optimizer's state was written or added."""

@@ -203,7 +203,7 @@ class GuardedStep(Generic[P, R]):
         try:
             self._plan_first(bound, before, leaves)
             self._doing = "forward"
-            with before.watched():
+            with before.gradients.watched():
                 result = self._step(self._model, *bound.args, **bound.kwargs)
                 self._doing = "backward"
                 self._backward(result)

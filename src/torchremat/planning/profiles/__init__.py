@@ -5,7 +5,6 @@ tracing.py         the calls of a forward, and what they save
 units.py           the flat order of calls that a plan makes choices for
 grain.py           which calls these are
 watching.py        the step in which every unit is a region
-events.py          the allocator's events of the watched step
 backwards.py       the backward of one unit in the watched step
 reading.py         figures, read out of the allocator's events
 watched_step.py    that step, run and recorded

@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from torchremat.errors import StepError
-from torchremat.planning.profiles.traces import Trace
+from torchremat.planning.profiles.traces import Trace, around
 from torchremat.planning.profiles.units import Grain, Units, linked
 
 # Units need at most this many times the lowest need. A whole call has advantages: the choice covers all its operators
@@ -60,8 +60,8 @@ def grain_of(trace: Trace, unlike: Mapping[str, str] | None = None) -> Grain:
     saved_bytes = sum(calls.saved_bytes(root) for root in calls.roots)
     most_bytes = max(_MOST_NEED * lowest_bytes, lowest_bytes + _MOST_AROUND * (saved_bytes - lowest_bytes))
     units = next(apart for need_bytes, apart in found if need_bytes <= _MOST_NEED * lowest_bytes)
-    around = next(apart for need_bytes, apart in found if need_bytes <= most_bytes)
-    return Grain(apart=units, inside=inside, around=around, need_bytes=lowest_bytes)
+    outer = next(apart for need_bytes, apart in found if need_bytes <= most_bytes)
+    return Grain(apart=units, inside=inside, around=outer, need_bytes=lowest_bytes)
 
 
 def find_units(
@@ -99,12 +99,7 @@ def finest_units(units: Units) -> Units:
     Each of them is one of the units, or is inside one; and each unit contains at least one.
     """
     trace, split = units.trace, splittable(units)
-    owners = {
-        inner: place
-        for place, unit in enumerate(units.units)
-        for call in unit.calls
-        for inner in trace.descendants(call)
-    }
+    owners = {inner: place for place, inside in enumerate(units.inside) for inner in inside}
     while split:
         leaves = find_units(trace, split, units.unlike, units.grain)
         owned = [{owners.get(call) for call in unit.calls} for unit in leaves.units]
@@ -128,11 +123,9 @@ def splittable(units: Units) -> frozenset[int]:
 def need_bytes_of(units: Units) -> int:
     """Return the bytes of a step in which each unit is a region, without temporaries and gradients."""
     trace, bytes_of = units.trace, units.trace.storage_bytes
-    inside = {inner for unit in units.units for call in unit.calls for inner in trace.descendants(call)}
-    between = [save for index, call in enumerate(trace.calls) if index not in inside for save in call.saved]
     # By time: storages that are held from then on (-1), and the storages saved by a unit that has ended (its number).
     events: list[tuple[int, int, Collection[int]]] = [
-        (save.time, -1, save.storages) for save in (*between, *trace.step_saved) if save.dropped is None
+        (save.time, -1, save.storages) for save in (*units.saves_between(), *trace.step_saved) if save.dropped is None
     ]
     for place, unit in enumerate(units.units):
         events.append((units.entered(place), -1, (*unit.inputs, *unit.carried)))
@@ -178,12 +171,8 @@ class _CallTree:
             self.unlike, (calls[call].name for call in inner)
         )
         # A module that opens a scope wherever it is called cannot be part of a unit.
-        for index, call in enumerate(calls):
-            outer = index if call.name in opening else None
-            while outer is not None:
-                forced.add(calls[outer].name)
-                outer = calls[outer].parent
-        return frozenset(forced)
+        opened = (index for index, call in enumerate(calls) if call.name in opening)
+        return frozenset(forced.union(outer.name for index in opened for outer in around(calls, index)))
 
     def needs(self) -> Iterator[tuple[int, frozenset[str]]]:
         """Yield for each threshold, the highest first, its need and the modules that it splits."""

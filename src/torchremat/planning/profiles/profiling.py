@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.exhaustion import IfItFits, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
@@ -272,12 +272,8 @@ class _Profiling:
         """Run the watched step in the first of some ways, from an index on, that fits here."""
         *others, last = enumerate(ways[place:], place)
         for reached, (units, tree) in others:
-            try:
+            with IfItFits():
                 return reached, self.measured(units, tree)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                let_go(error)
             free_unused()
         return last[0], self.measured(*last[1])
 

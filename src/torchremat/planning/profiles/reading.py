@@ -22,7 +22,6 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL, Overheads
 from torchremat.planning.profiles.backwards import Backwards, UnitBackward
-from torchremat.planning.profiles.events import without_copies
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.profiles.units import Units, not_called
@@ -116,9 +115,8 @@ class Profile:
         """For each unit its operators, and the first operator after its last save, which no recompute reaches."""
         trace, found = self.units.trace, list[tuple[list[int], int]]()
         last_save = {save.call: save.position for save in trace.operators.saves}
-        for unit in self.units.units:
-            calls = {inner for call in unit.calls for inner in trace.descendants(call)}
-            ends = max((last_save.get(call, 0) for call in calls), default=0)
+        for unit, inside in zip(self.units.units, self.units.inside, strict=True):
+            ends = max((last_save.get(call, 0) for call in inside), default=0)
             found.append(([index for call in unit.calls for index in trace.calls[call].operators], ends))
         return tuple(found)
 
@@ -139,18 +137,11 @@ class Profile:
 
 
 def read_profile(
-    units: Units,
-    tree: Tree,
-    watcher: Watcher,
-    trace: AllocationTrace,
-    before: BytesBefore,
-    *,
-    marks: tuple[int, int, int],
+    tree: Tree, watcher: Watcher, trace: AllocationTrace, before: BytesBefore, *, marks: tuple[int, int, int]
 ) -> Profile:
     """Return the profile of a watched step.
 
     Args:
-        units: The units.
         tree: The tree that the step ran under.
         watcher: The notes of its watcher.
         trace: The allocator's events.
@@ -160,16 +151,14 @@ def read_profile(
     Raises:
         StepError: A unit was not called.
     """
-    return _Reader(units, tree, watcher, trace, marks).profile(before)
+    return _Reader(tree, watcher, trace, marks).profile(before)
 
 
 class _Reader:
     """Reads the profile out of the allocator's events."""
 
-    def __init__(
-        self, units: Units, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]
-    ) -> None:
-        self.units = units
+    def __init__(self, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]) -> None:
+        self.units = units = watcher.units
         self.tree = tree
         self.watcher = watcher
         kinds = defaultdict[tuple[object, ...], list[int]](list)
@@ -177,7 +166,7 @@ class _Reader:
             kinds[units.signature(unit)].append(unit)
         self.kinds = kinds.values()
         self.begins, self.forward, self.ends = marks
-        self.trace = without_copies(trace, watcher.copying)
+        self.trace = watcher.without_copies(trace)
         self.marks: dict[Key, tuple[int, int]] = {}
         self.live = self.trace.live
         self.position = [mark.position for mark in self.trace.marks]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.storages import tensors_in
@@ -22,7 +22,7 @@ from torchremat.optimizing.groups import groups_by_parameter, step_on
 from torchremat.optimizing.parameter_offload import LEAST_PARAMETER_BYTES
 from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.stepping import LEAST_STORED_BYTES, Stepping, StepStores
-from torchremat.stores.base import StoreStatistics
+from torchremat.stores.base import limit_bytes_of
 from torchremat.tensors.handles import Store
 from torchremat.tensors.metadata import covers
 
@@ -80,13 +80,10 @@ def stepping_seconds(
     Raises:
         UnsupportedError: See `step_alone`.
     """
-    try:
-        parts_s, tensors = _parts(subject, device) if in_parts else (0.0, [])
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        let_go(error)
-        parts_s, tensors = 0.0, []
+    parts_s, tensors = 0.0, list[tuple[int, torch.dtype]]()
+    if in_parts:
+        with IfItFits():
+            parts_s, tensors = _parts(subject, device)
     moves_s, busy_s = _moves(stores.state, device, [one for one in tensors if one[0] >= LEAST_STORED_BYTES])
     every = {id(one): one for model in subject.models for one in model.parameters()}
     parameters = [(one.nbytes, one.dtype) for one in every.values() if covers(device, one.device)]
@@ -110,9 +107,7 @@ def _moves(
     if store is None or not tensors:
         return 0.0, 0.0
     payload = Payload(tensors=tuple(tensors))
-    found = getattr(store, "statistics", None)
-    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
-    speed = measured_speed(store, device, payload, limit_bytes)
+    speed = measured_speed(store, device, payload, limit_bytes_of(store))
     both, count, size_bytes = (speed.out, speed.back), len(payload.tensors), payload.size_bytes
     return sum(one.seconds(count, size_bytes) for one in both), sum(one.busy_s(count, size_bytes) for one in both)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 from torchremat.errors import StepError
 from torchremat.planning.exactness.not_replayable import told
@@ -115,6 +115,13 @@ class Units:
         """Return the time in the trace at which a unit ends."""
         return self.trace.calls[self.units[unit].calls[-1]].left
 
+    @cached_property
+    def inside(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit its calls, and all calls inside of them, in order."""
+        return tuple(
+            tuple(inner for call in unit.calls for inner in self.trace.descendants(call)) for unit in self.units
+        )
+
     def external(self, first: int, unit: int) -> list[int]:
         """Return the storages that a region from unit `first` begins to hold at a unit of the same row.
 
@@ -138,7 +145,8 @@ class Units:
     def flops_truncated(self, unit: int) -> int:
         """Return the flops of one forward of a unit up to its last save."""
         calls = [self.trace.calls[call] for call in self.units[unit].calls]
-        saving = [i for i, call in enumerate(self.units[unit].calls) if self.saves(call)]
+        inside = [self.trace.descendants(call) for call in self.units[unit].calls]
+        saving = [i for i, those in enumerate(inside) if any(self.trace.calls[inner].saved for inner in those)]
         if not saving:
             return 0
         return sum(call.flops for call in calls[: saving[-1]]) + calls[saving[-1]].flops_saved
@@ -149,16 +157,18 @@ class Units:
 
     def saves_in(self, unit: int) -> list[SavedStorage]:
         """Return all saves in a unit, in order."""
-        found = self._saves.get(unit)
-        if found is None:
-            calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
-            saves = (one for call in calls for one in self.trace.calls[call].saved)
-            found = self._saves[unit] = sorted(saves, key=lambda one: one.time)
-        return found
+        return self._saves[unit]
 
     @cached_property
-    def _saves(self) -> dict[int, list[SavedStorage]]:
-        return {}
+    def _saves(self) -> list[list[SavedStorage]]:
+        calls = self.trace.calls
+        saves = ([one for call in inside for one in calls[call].saved] for inside in self.inside)
+        return [sorted(own, key=lambda one: one.time) for own in saves]
+
+    def saves_between(self) -> list[SavedStorage]:
+        """Return the saves in calls around the units and between them, by call."""
+        inside = set(chain.from_iterable(self.inside))
+        return [one for index, call in enumerate(self.trace.calls) if index not in inside for one in call.saved]
 
     def dropped(self, unit: int) -> frozenset[int]:
         """Return the saves whose graphs are freed when the unit has ended, by their place in order."""
@@ -187,10 +197,6 @@ class Units:
     def outlives(self, storage: int, unit: int) -> bool:
         """Return whether a storage that only Python code holds is alive when a unit has ended, for the code behind."""
         return storage >= 0 and self.trace.died.get(storage, self.trace.end) >= self.left(unit)
-
-    def saves(self, call: int) -> bool:
-        """Return whether anything is saved in a call, parameters included."""
-        return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
 def linked(trace: Trace, roots: Sequence[int], chosen: Sequence[int], unlike: Mapping[str, str]) -> Units:

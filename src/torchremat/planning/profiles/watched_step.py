@@ -14,8 +14,8 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import Machine
+from torchremat.planning.exactness.comparison import without_hidden
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.events import without_hidden
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import Watcher
@@ -29,7 +29,6 @@ class WatchedStep:
     """The record of a step in which every unit was a region.
 
     Attributes:
-        units: The units.
         tree: The tree that it ran under.
         watcher: The notes of the watcher.
         trace: The allocator's events.
@@ -37,7 +36,6 @@ class WatchedStep:
         marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
     """
 
-    units: Units
     tree: Tree
     watcher: Watcher
     trace: AllocationTrace
@@ -47,7 +45,7 @@ class WatchedStep:
     def profile(self, trace: AllocationTrace | None = None) -> Profile:
         """Return the profile, or that of other events with the same marks, if given."""
         events = self.trace if trace is None else trace
-        return read_profile(self.units, self.tree, self.watcher, events, self.before, marks=self.marks)
+        return read_profile(self.tree, self.watcher, events, self.before, marks=self.marks)
 
 
 def watch(
@@ -98,5 +96,4 @@ def watch(
             events = without_hidden(events, watcher.comparison.hidden)
             watcher.is_over = True
             watcher.comparison.run_again()
-    marks = begins, forward, ends
-    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=events, before=before, marks=marks)
+    return WatchedStep(tree=tree, watcher=watcher, trace=events, before=before, marks=(begins, forward, ends))

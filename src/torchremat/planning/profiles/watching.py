@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import numpy as np
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 from torchremat._compat.autograd import retains_graph
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.measuring.storages import StorageMap, address_of
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.exactness.comparison import Comparison
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.runs import RegionPlace
@@ -326,6 +328,19 @@ class Watcher(UnitObserver):
             memories = [one for one in memories_of(tensor)[:1] if parameter_in(one) is None]
             pointer = self.pointer_of(memories[0]) if memories else 0
             self.watched[unit].asked[index] = self.mark("asked"), pointer
+
+    def without_copies(self, trace: AllocationTrace) -> AllocationTrace:
+        """Return a trace of the step without the copies that regions make before a call and drop after it.
+
+        Another tree has more or fewer regions around the call; copies that regions keep for longer remain.
+        """
+        of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
+        for begin, end in self.copying:
+            of_copies[trace.marks[begin].position : trace.marks[end].position] = True
+        pairs = trace.pairs
+        delta = trace.delta_bytes.copy()
+        delta[pairs[of_copies[pairs].all(1)]] = 0
+        return replace(trace, delta_bytes=delta)
 
 
 def _memories(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage | None]:

@@ -141,8 +141,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     seen |= external
     own_saves = size.saved - set(own.inputs)
     default = Option(
-        saved_bytes=size.inside_bytes
-        + sum(trace.storage_bytes[s] for s in (*own_saves, *size.left) if s in trace.died),
+        saved_bytes=size.inside_bytes + _bytes_of(profile, (*own_saves, *size.left)),
         saves_input=bool(linked & size.saved),
         saves_external=bool(external & size.saved),
         cost=0.0,
@@ -155,8 +154,8 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     return Stage(
         forward=amount(profile, cost, RunCost(costs.seconds_inside, nominal_s, costs.flops)),
         truncated=amount(profile, cost, RunCost(costs.seconds_truncated, nominal_truncated_s, costs.flops_truncated)),
-        linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
-        external_bytes=sum(trace.storage_bytes[storage] for storage in external),
+        linked_bytes=_bytes_of(profile, linked),
+        external_bytes=_bytes_of(profile, external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
         drop_peak_bytes=size.drop_peak_bytes,
         options=(default, *(_option(profile, unit, one, default, cost) for one in options)),
@@ -167,8 +166,8 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
 
 def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost: Cost) -> Option:
     """Return an option as scalars: a region of one unit that holds its inputs and some tensors that the unit makes."""
-    trace, size = profile.units.trace, profile.sizes[unit]
-    saved_bytes = one.kept_bytes + sum(trace.storage_bytes[s] for s in one.kept if s in trace.died)
+    size = profile.sizes[unit]
+    saved_bytes = one.kept_bytes + _bytes_of(profile, one.kept)
     recomputed_bytes = max(0, default.saved_bytes - saved_bytes)
     return Option(
         saved_bytes=saved_bytes,

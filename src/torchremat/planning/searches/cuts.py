@@ -124,7 +124,7 @@ class _UnitInParts:
         least, tried = max(peak), self._tried
         while len(cuts) < _MOST_CUTS:
             more = [tuple(sorted((*cuts, cut))) for cut in tried if cut not in cuts]
-            found = [(self._peak(option), option) for one in more if (option := self._option(one))]
+            found = [(self._peak(option), option) for one in more if (option := self.option(one))]
             best = min(found, key=lambda one: one[0], default=None)
             if best is None or best[0] > (1 - _LEAST_GAIN) * least:
                 return
@@ -178,15 +178,13 @@ class _UnitInParts:
 
     def option(self, cuts: Cuts) -> OptionBytes | None:
         """Return the unit with these cuts; None if it cannot be cut so."""
-        return self._option(cuts) if self._is_known else None
-
-    def _option(self, cuts: Cuts) -> OptionBytes | None:
-        """Return the unit with these cuts; None if backward asks for a part before it is done with a later one."""
+        if not self._is_known:
+            return None
         parts = [range(*pair) for pair in pairwise((0, *cuts, len(self._positions)))][::-1]
         asked = self._backward.asked_at
         firsts = [min((at for save in part if (at := asked.get(save)) is not None), default=-1) for part in parts]
         if any(one >= other for one, other in pairwise((-1, *firsts))):
-            return None
+            return None  # backward asks for a part before it is done with a later one
         own, freed = self._own, self._backward.freed_at
         more = self._size.state_bytes + self._size.recast_bytes
         peaks, recomputes, live = list[int](), list[int](), 0

@@ -1,4 +1,4 @@
-"""The operators of a step's forward as a dataflow: all of it, or one unit.
+"""The operators of a unit's forward as a dataflow.
 
     value                               needed          holdable
     parameter, leaf that requires grad  as it is        yes, it exists anyway; no if FSDP2 has sharded it
@@ -25,17 +25,9 @@ from torchremat.planning.roots import has_shards
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 
 
-def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
-    """Return the operators of a forward as a dataflow, with flops as costs; those of compiled code are infinite.
-
-    Values are numbered as in `profile.units.trace.operators`, if the dataflow is that of the whole forward.
-
-    Without a unit it is the whole forward, including code between the units.
-    """
-    log = profile.units.trace.operators
-    operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
-    runs = [log.runs[index] for index in operators]
-    numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
+def flow_of(profile: Profile, unit: int) -> Dataflow:
+    """Return the operators of a unit as a dataflow, with flops as costs; those of compiled code are infinite."""
+    runs, numbers = runs_of(profile, unit), values_of(profile, unit)
     place = {value: index for index, value in enumerate(numbers)}
     made = {value for run in runs for value in run.makes}
     return Dataflow(
@@ -49,7 +41,7 @@ def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
             )
             for run in runs
         ),
-        values=tuple(_values(profile, unit, numbers, made, operators)),
+        values=tuple(_values(profile, unit, numbers, made)),
     )
 
 
@@ -60,9 +52,15 @@ def operators_of(profile: Profile, unit: int) -> range:
     return range(trace.calls[calls[0]].operators.start, trace.calls[calls[-1]].operators.stop)
 
 
+def runs_of(profile: Profile, unit: int) -> list[Run]:
+    """Return the operators of a unit as the forward has run them."""
+    operators = operators_of(profile, unit)
+    return profile.units.trace.operators.runs[operators.start : operators.stop]
+
+
 def values_of(profile: Profile, unit: int) -> list[int]:
     """Return the values that a unit's operators read, make or save, in the order of its dataflow."""
-    runs = [profile.units.trace.operators.runs[index] for index in operators_of(profile, unit)]
+    runs = runs_of(profile, unit)
     saved = (save.value for save in _saves_in(profile, unit))
     return list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
 
@@ -84,28 +82,19 @@ def save_positions(profile: Profile, unit: int) -> list[int]:
 
 def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
     """Return what autograd saves in a unit, in order."""
-    trace, ran = profile.units.trace, operators_of(profile, unit)
-    calls = {inner for call in profile.units.units[unit].calls for inner in trace.descendants(call)}
-    saves, position = trace.operators.saves, attrgetter("position")
+    ran, calls = operators_of(profile, unit), set(profile.units.inside[unit])
+    saves, position = profile.units.trace.operators.saves, attrgetter("position")
     around = saves[bisect_left(saves, ran.start, key=position) : bisect_right(saves, ran.stop, key=position)]
     return [save for save in around if save.call in calls]
 
 
-def _values(
-    profile: Profile, unit: int | None, numbers: Iterable[int], made: set[int], operators: range
-) -> Iterable[Value]:
-    trace = profile.units.trace
-    log = trace.operators
-    saved: dict[int, int] = {}
-    for save in log.saves if unit is None else _saves_in(profile, unit):
-        if not save.is_dropped:
-            saved[save.value] = save.position - operators.start
-    own = None if unit is None else profile.units.units[unit]
-    inputs = set(() if own is None else own.inputs)
-    outputs = set(() if own is None else own.outputs)
-    leaves_stay = unit is None or not has_shards(profile.units, unit)
+def _values(profile: Profile, unit: int, numbers: Iterable[int], made: set[int]) -> Iterable[Value]:
+    start = operators_of(profile, unit).start
+    saved = {save.value: save.position - start for save in _saves_in(profile, unit) if not save.is_dropped}
+    inputs, outputs = set(profile.units.units[unit].inputs), set(profile.units.units[unit].outputs)
+    leaves_stay = not has_shards(profile.units, unit)
     for number in numbers:
-        value = log.values[number]
+        value = profile.units.trace.operators.values[number]
         if number in made:
             holdable, size = not value.is_overwritten, 0 if value.storage in outputs else value.size_bytes
         else:

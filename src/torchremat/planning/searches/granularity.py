@@ -153,16 +153,14 @@ class _Mixture:
                 self.origin.append((leaves, self.fine_index[unit.calls], self.coarse_index[whole,]))
         self.split = {self.coarse_index[call,] for call in split}
         # For each coarse unit the first and the last unit of the fine profile that it is or contains.
-        within = [self._fine_units(unit.calls) for unit in blocks.units.units]
+        within = [
+            [place for place, unit in enumerate(leaves.units.units) if unit.calls[0] in calls]
+            for calls in map(set, blocks.units.inside)
+        ]
         self.first = [inside[0] for inside in within]
         self.last = [inside[-1] for inside in within]
         self.inter_call = inter_call_saves_of(blocks, leaves, list(zip(self.first, self.last, strict=True)))
         self.counted = self.inter_call.counted(self.split)
-
-    def _fine_units(self, calls: tuple[int, ...]) -> list[int]:
-        trace = self.blocks.units.trace
-        inside = {inner for call in calls for inner in trace.descendants(call)}
-        return [i for i, unit in enumerate(self.leaves.units.units) if unit.calls[0] in inside]
 
     def _saved_before(self, unit: int, *, whole: bool) -> int:
         """Bytes that own code has saved when a coarse unit begins, beyond those in the profile of its points."""

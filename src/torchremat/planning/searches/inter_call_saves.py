@@ -116,10 +116,8 @@ class _OwnSaves:
     def __init__(self, blocks: Profile, leaves: Profile) -> None:
         self.trace = trace = blocks.units.trace
         self.boundary = boundary = blocks.lifetimes.boundary
-        inside = {inner for unit in leaves.units.units for call in unit.calls for inner in trace.descendants(call)}
-        saves = [one for index, call in enumerate(trace.calls) if index not in inside for one in call.saved]
         time_of: dict[int, int] = {}
-        for one in sorted(saves, key=lambda one: one.time):
+        for one in sorted(leaves.units.saves_between(), key=lambda one: one.time):
             for storage in one.storages if one.dropped is None else ():
                 if storage not in boundary and storage not in trace.fixed:
                     time_of.setdefault(storage, one.time)

@@ -1,7 +1,7 @@
 """The operators of a unit, and what a region takes that holds the outputs of some of them.
 
     bytes      `replays`, from the allocator's events of the traced forward and of the watched backward
-    seconds    of the operators that run again, and of the executor, see `profiles.overheads`
+    seconds    of the operators that run again, and of the executor, see `devices.overheads`
 
 Units of several calls have no options, nor have units whose tensors something else also references (except for the
 casts that autocast keeps), nor compiled code, which would run eagerly under a policy. Outputs of casts are never held,
@@ -10,16 +10,16 @@ since autocast makes them sometimes in the forward and sometimes in the recomput
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchremat.measuring.step_record import Run
+from torchremat.measuring.step_record import Run, StepRecord
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.searches.chains import Cost, RunCost, amount
-from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, unit_seconds, values_of
+from torchremat.planning.searches.flows import flow_of, pooled_seconds, runs_of, saves_of, unit_seconds, values_of
 from torchremat.planning.searches.replays import SelectionReplay, partial_backward
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.policies.ordinals import asked_about
@@ -29,26 +29,29 @@ from torchremat.schedules.operator_selection import OperatorSelection, evaluate
 _MOST_OPERATORS = 3000
 
 
+@dataclass(eq=False, kw_only=True)
 class UnitOperators:
-    """The operators of one unit."""
+    """The operators of one unit.
 
-    def __init__(
-        self,
-        profile: Profile,
-        cost: Cost,
-        unit: int,
-        *,
-        allocations: AllocationTrace,
-        pooled_s: list[float],
-        has_options: bool,
-    ) -> None:
-        self.profile = profile
-        self.cost: Cost = cost
-        self.unit = unit
-        self.has_options = has_options
-        self._allocations = allocations
-        self._pooled_s = pooled_s
-        self._log = profile.units.trace.operators
+    Attributes:
+        profile: The profile.
+        cost: The quantity to minimise.
+        unit: The unit.
+        allocations: The allocator's events in the forward.
+        pooled_s: The seconds of all operators of the forward, see `pooled_seconds`.
+        has_options: Whether the unit may be kept in part.
+    """
+
+    profile: Profile
+    cost: Cost
+    unit: int
+    allocations: AllocationTrace
+    pooled_s: list[float]
+    has_options: bool
+
+    @property
+    def _log(self) -> StepRecord:
+        return self.profile.units.trace.operators
 
     def amount(self, work: RunCost | OptionBytes) -> float:
         """Return the quantity to minimise."""
@@ -57,7 +60,7 @@ class UnitOperators:
     @cached_property
     def runs(self) -> list[Run]:
         """The operators as the forward has run them."""
-        return [self._log.runs[index] for index in operators_of(self.profile, self.unit)]
+        return runs_of(self.profile, self.unit)
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -118,7 +121,7 @@ class UnitOperators:
         # The states of generators are on the host: the held output of an operator that has drawn comes with one.
         state_bytes = profile.generator_bytes
         return SelectionReplay(
-            self._log, self.runs, flow, self._storages, selection, self._allocations, window, state_bytes
+            self._log, self.runs, flow, self._storages, selection, self.allocations, window, state_bytes
         )
 
     def like(self, option: OptionBytes) -> OptionBytes:
@@ -158,7 +161,7 @@ class UnitOperators:
     @cached_property
     def seconds(self) -> list[float]:
         """The seconds of the operators, scaled to those of the unit's forward."""
-        return unit_seconds(self.profile, self.unit, self._pooled_s)
+        return unit_seconds(self.profile, self.unit, self.pooled_s)
 
 
 def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
@@ -171,9 +174,9 @@ def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
     pooled_s = pooled_seconds(log.runs)
     return [
         UnitOperators(
-            profile,
-            cost,
-            unit,
+            profile=profile,
+            cost=cost,
+            unit=unit,
             allocations=allocations,
             pooled_s=pooled_s,
             has_options=has_options,
@@ -183,10 +186,10 @@ def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
 
 
 def _has_options(profile: Profile, unit: int, casts: frozenset[int]) -> bool:
-    own, size, trace = profile.units.units[unit], profile.sizes[unit], profile.units.trace
+    own, size = profile.units.units[unit], profile.sizes[unit]
     if len(own.calls) != 1 or own.carried or size.left - casts or not size.has_backward or size.inside_bytes == 0:
         return False
-    runs = [trace.operators.runs[index] for index in operators_of(profile, unit)]
+    runs = runs_of(profile, unit)
     return 1 < len(runs) <= _MOST_OPERATORS and not any(run.is_compiled for run in runs)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, check_flags, warn
-from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
@@ -304,12 +304,8 @@ class Adaptive(Generic[B]):
 
     def _learn_if_it_can_be(self, look: Look, batch: B, *, is_needed: bool) -> None:
         """Profile a batch; if that is not needed, a batch too large to profile keeps its fitted figures."""
-        try:
+        with nullcontext() if is_needed else IfItFits():
             self._learn(look, batch)
-        except (RuntimeError, MemoryError) as error:
-            if is_needed or not is_out_of_memory(error):
-                raise
-            let_go(error)
 
     def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
         optimizer_peak = chosen.family.optimizer_peak_bytes

@@ -149,7 +149,7 @@ class _Kind:
 
     def alone(self, family: Family, shape: Shape) -> Family | None:
         """Return the family of a learned shape alone; None if it was not learned, or no other was."""
-        if len(family.shapes) < 2 or not family.knows(shape):
+        if len(family.pairs) < 2 or not family.knows(shape):
             return None
         changes, found = self.families_alone.get(shape, (-1, None))
         if found is None or changes != family.changes:

@@ -9,7 +9,7 @@ and above belong to different families, the shape must be learned.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -49,8 +49,7 @@ class Family:
     """The learned shapes of one form.
 
     Attributes:
-        shapes: The shapes with a profile.
-        pair: Their profiles.
+        pairs: The profiles of the learned shapes.
         measured: Shapes whose steps were measured under a plan.
         over_share: By how much the worst measured step was above its prediction, as a share.
         changes: Number of times that a shape was learned.
@@ -59,13 +58,12 @@ class Family:
 
     def __init__(self, form: ProfileForm) -> None:
         self.form = form
-        self.shapes: list[Shape] = []
-        self.pair: list[ProfilePair] = []
+        self.pairs: dict[Shape, ProfilePair] = {}
         self.measured: list[Shape] = []
         self.over_share = 0.0
         self.has_told_calls = True
         self.changes = 0
-        # The profiles prepared for mixing: with common boundaries, and with options.
+        # The profiles in the same order, prepared for mixing: with common boundaries, and with options.
         self._mixable: list[ProfilePair] = []
         # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
         self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
@@ -76,24 +74,26 @@ class Family:
 
     def add(self, shape: Shape, pair: ProfilePair) -> None:
         """Add a profile; one of the same shape is replaced."""
-        if shape in self.shapes:
-            self.forget(shape)
         self.changes += 1
-        self.shapes.append(shape)
-        self.pair.append(pair)
-        self._mix(self.pair)
+        self.pairs.pop(shape, None)  # the new one is the last
+        self.pairs[shape] = pair
+        self._mix(self.pairs.values())
 
     def forget(self, shape: Shape) -> None:
         """Remove a learned shape."""
         self.changes += 1
-        place = self.shapes.index(shape)
-        del self.shapes[place], self.pair[place]
-        self._mix(self.pair)
+        del self.pairs[shape]
+        self._mix(self.pairs.values())
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The learned shapes."""
+        return list(self.pairs)
 
     def alone(self, shape: Shape) -> Family:
         """Return a family of one learned shape, which knows all that was measured."""
         found = Family(self.form)
-        found.add(shape, self.pair[self.shapes.index(shape)])
+        found.add(shape, self.pairs[shape])
         found.measured, found.has_told_calls = self.measured, self.has_told_calls
         return found
 
@@ -103,15 +103,15 @@ class Family:
         Returns:
             The profile at the largest shape with these options.
         """
-        found = options_with([pair.blocks for pair in self.pair], selections, cost)
-        pairs = zip(self.pair, found, strict=True)
+        found = options_with([pair.blocks for pair in self.pairs.values()], selections, cost)
+        pairs = zip(self.pairs.values(), found, strict=True)
         self._mix([replace(own, blocks=replace(own.blocks, options=options)) for own, options in pairs])
         return self.largest
 
-    def _mix(self, pair: list[ProfilePair]) -> None:
-        if any(own.leaves is None for own in pair):
-            pair = [replace(own, leaves=None) for own in pair]
-        self._mixable = [aligned(own) for own in pair]
+    def _mix(self, pairs: Collection[ProfilePair]) -> None:
+        if any(own.leaves is None for own in pairs):
+            pairs = [replace(own, leaves=None) for own in pairs]
+        self._mixable = [aligned(own) for own in pairs]
         self._figures.clear()
         self._fitted.clear()
         self._cuts = None
@@ -123,7 +123,7 @@ class Family:
 
     def knows(self, shape: Shape) -> bool:
         """Return whether a shape was learned."""
-        return shape in self.shapes
+        return shape in self.pairs
 
     def takes(self, names: list[str]) -> bool:
         """Return whether these are the called modules, in order; True if the family cannot tell."""
@@ -132,12 +132,12 @@ class Family:
     @property
     def is_sized_by_values(self) -> bool:
         """Whether batches of one shape may need different bytes: sizes in the model depend on values."""
-        return any(own.blocks.units.trace.operators.is_sized_by_values for own in self.pair)
+        return any(own.blocks.units.trace.operators.is_sized_by_values for own in self.pairs.values())
 
     @property
     def largest(self) -> ProfilePair:
         """The profile at the largest shape, prepared for mixing."""
-        return max(zip(self.shapes, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
+        return max(zip(self.pairs, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
 
     def cover(self, shape: Shape, *, exact: bool = False) -> Cover | None:
         """Return how figures at a shape follow from the learned ones; None if they do not, or the shape is too far."""
@@ -146,7 +146,7 @@ class Family:
 
     def beyond(self, shape: Shape) -> float:
         """Return by how many octaves a shape is beyond all shapes seen, in the worst dimension."""
-        seen = np.array([*self.shapes, *self.measured]).max(axis=0)
+        seen = np.array([*self.pairs, *self.measured]).max(axis=0)
         return max((math.log2(max(a, 1) / max(b, 1)) for a, b in zip(shape, seen.tolist(), strict=True)), default=0.0)
 
     def is_near_measured(self, shape: Shape) -> bool:
@@ -172,24 +172,25 @@ class Family:
     def profile_in_parts(self, found: Cover) -> Profile:
         """Return the profile at a shape whose units may be recomputed in parts: cut as at the largest learned one."""
         if self._cuts is None:
-            order = sorted(range(len(self.pair)), key=lambda place: -math.prod(self.shapes[place]))
-            by_place = dict(zip(order, cut_options([self.pair[place].blocks for place in order]), strict=True))
-            options = [by_place[place] for place in range(len(self.pair))]
+            order = sorted(self.pairs, key=lambda shape: -math.prod(shape))
+            by_shape = dict(zip(order, cut_options([self.pairs[shape].blocks for shape in order]), strict=True))
+            options = [by_shape[shape] for shape in self.pairs]
             self._cuts = options, np.array([figures_of_options(one) for one in options])
         options, figures = self._cuts
         nearest, profile = self._nearest_to(found), self.profile(found)
-        old, now = (one.units.trace.flops for one in (self.pair[nearest].blocks, profile))
+        old, now = (one.units.trace.flops for one in (self.pairs[self.shapes[nearest]].blocks, profile))
         own = found.weights @ figures[list(found.points)]
         return with_cuts(profile, with_option_figures(options[nearest], own, now / old if old else 1.0))
 
     def _nearest_to(self, found: Cover) -> int:
         """Return the place of the nearest learned shape."""
-        return min(found.points, key=lambda point: apart(self.shapes[point], found.shape))
+        shapes = self.shapes
+        return min(found.points, key=lambda point: apart(shapes[point], found.shape))
 
     def fixed_bytes(self, found: Cover) -> int:
         """Return the live bytes before a step of a shape: the most that was found, with the inputs at this shape."""
         most = 0
-        for own in (pair.blocks for pair in self.pair):
+        for own in (pair.blocks for pair in self.pairs.values()):
             state = 0 if own.optimizer is None else own.optimizer.state_bytes
             most = max(most, own.before.total_bytes - own.before.input_bytes + state)
         return most + self.profile(found).before.input_bytes
@@ -212,13 +213,13 @@ class Families:
     def __init__(self) -> None:
         self.families: list[Family] = []
 
-    def learn(self, shape: Shape, pair: ProfilePair) -> Family:
+    def learn(self, shape: Shape, pair: ProfilePair) -> None:
         """Add a profile to the family that it belongs to."""
         form = form_of(pair)
         for one in self.families:
-            if shape in one.shapes and not one.form.fits(form):  # the model has changed since
+            if one.knows(shape) and not one.form.fits(form):  # the model has changed since
                 one.forget(shape)
-        self.families = [one for one in self.families if one.shapes]
+        self.families = [one for one in self.families if one.pairs]
         family = next((one for one in self.families if one.form.fits(form)), None)
         if family is None:
             if len(self.families) == _MOST_FAMILIES:
@@ -230,11 +231,10 @@ class Families:
             family = Family(form)
             self.families.append(family)
         family.add(shape, pair)
-        return family
 
     def find(self, shape: Shape) -> tuple[Family, Cover] | None:
         """Return the family of a shape, and how its figures follow; None if the shape must be learned."""
-        seen = [(one, family) for family in self.families for one in (*family.shapes, *family.measured)]
+        seen = [(one, family) for family in self.families for one in (*family.pairs, *family.measured)]
         below = _nearest(shape, ((one, family) for one, family in seen if _fits_into(one, shape)))
         above = _nearest(shape, ((one, family) for one, family in seen if _fits_into(shape, one)))
         if below is not None and above is not None and below is not above:

@@ -191,7 +191,6 @@ class Lifetimes:
 
     def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], others: Iterable[int] = ()) -> None:
         self._units = units
-        self._trace = units.trace
         self.boundary = {
             storage
             for unit, size in zip(units.units, sizes, strict=True)
@@ -232,12 +231,7 @@ class Lifetimes:
         return self._storages[(self._born <= time) & (time <= until)].tolist()
 
     def _inter_call(self, units: Units) -> list[tuple[int, int]]:
-        inside: set[int] = set()
-        for unit in units.units:
-            for call in unit.calls:
-                inside.update(self._trace.descendants(call))
-        saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
-        kept = (one for one in (*saved, *self._trace.step_saved) if one.dropped is None)
+        kept = (one for one in (*units.saves_between(), *units.trace.step_saved) if one.dropped is None)
         ends = [units.left(unit) for unit in range(len(units.units))]
         stored = ((storage, one.time) for one in kept for storage in one.storages)
         return [(storage, bisect_right(ends, time)) for storage, time in stored if storage in self.boundary]
