@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from transformers.optimization import Adafactor as AdafactorOfTransformers
 
 STEPS = 12
@@ -73,6 +74,29 @@ class Counting(Lion):
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+class Preconditioned(Lion):
+    """Has statistics in lists and dicts, as SOAP has, and a first step that makes them and no more."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["statistics"] = [torch.zeros(size, size) for size in p.shape]
+                    state["bases"] = {"left": torch.ones_like(p), "all": [torch.ones_like(p), 2.0], "none": []}
+                flat = p.grad.flatten(1) if p.dim() > 1 else p.grad[:, None]
+                state["statistics"][0].lerp_(flat @ flat.T, 0.5)
+                if group["step"] == 1:
+                    continue
+                update = (state["statistics"][0] @ flat).view_as(p) * state["bases"]["left"]
+                state["bases"]["all"] = [state["bases"]["all"][0].mul_(0.5).add_(update), state["bases"]["all"][1]]
+                p.data.add_(state["bases"]["all"][0], alpha=-group["lr"])
 
 
 class Derived(optim.AdamW):
@@ -170,6 +194,7 @@ KINDS = {
     "fused": plain(optim.AdamW, fused=True),
     "foreach": plain(optim.AdamW, foreach=True),
     "Lion": plain(Lion),
+    "Preconditioned": plain(Preconditioned),
     "Counting": plain(Counting, lr=0.1),
     "Muon": muon,
     "Derived": plain(Derived, lr=1e-2),
@@ -236,4 +261,4 @@ def equal(one, other):
 def in_memory(optimizer):
     """The bytes of an optimizer's state that are in memory: what its entries hold, without asking them for it."""
     values = [one for entries in dict.values(optimizer.state) for one in dict.values(entries)]
-    return sum(one.nbytes for one in values if isinstance(one, torch.Tensor))
+    return sum(one.nbytes for one in tree_leaves(values) if isinstance(one, torch.Tensor))

@@ -204,6 +204,39 @@ def test_who_holds_a_part_of_the_state_sees_it_change_and_may_write_to_it():
     assert equal(held(into(Host())), held(lambda *_: None))
 
 
+def test_lists_and_dicts_in_the_state_go_out_and_come_back():
+    # The statistics of SOAP, its largest state, stayed in memory.
+    plain, store = Loop(KINDS["Preconditioned"]).run(stop=3), Disk()
+    stored = Loop(KINDS["Preconditioned"], into(store)).run(stop=3)
+    key, same = stored.model.blocks[1][3].weight, plain.model.blocks[1][3].weight
+    entries, expected = stored.optimizer.state[key], plain.optimizer.state[same]
+
+    assert in_memory(stored.optimizer) == 0
+    whole_bytes = in_memory(plain.optimizer)
+    assert whole_bytes * 0.9 < store.statistics.stored_bytes <= whole_bytes
+    assert equal(dict(entries), expected)
+    assert [type(one) for one in entries["bases"].values()] == [torch.Tensor, list, list]
+
+    # What other code holds stays, and sees what is written to it.
+    held = entries["statistics"]
+    stored.run(3, stop=4)
+    plain.run(3, stop=4)
+    assert equal(held, plain.optimizer.state[same]["statistics"])
+    assert dict.__getitem__(entries, "statistics") is held
+    assert not isinstance(dict.__getitem__(entries, "bases"), dict)
+
+
+def test_a_strict_store_has_room_for_a_part_of_a_list():
+    plain = Loop(KINDS["Preconditioned"]).run(stop=1)
+    stored = Loop(KINDS["Preconditioned"], into(Host("20KiB", strict=True), releases=True))
+
+    with pytest.raises(StoreError, match="no room"):
+        stored.step(0)
+
+    key, same = stored.model.blocks[1][3].weight, plain.model.blocks[1][3].weight
+    assert equal(dict(stored.optimizer.state[key]), plain.optimizer.state[same])
+
+
 def test_what_was_read_goes_out_again():
     loop = Loop(adamw, into(Host())).run(stop=2)
     saved = loop.optimizer.state_dict()

@@ -120,9 +120,9 @@ def test_a_plan_below_all_others_keeps_its_budget_and_every_bit(kind, alone):
     assert away
     train(model, optimizer, loss_of, 2)
     peak_bytes = measured_peak(model, optimizer, loss_of, KINDS[kind][2], keeps_gradients=alone)
-    # The bound takes four parameters at once; a peak where none is in memory is not among these.
+    # The bound takes four parameters at once: where all writes have ended at the peak, none is there.
     largest_bytes = max(one.nbytes for one in model.parameters())
-    assert plan.peak_bytes - 3 * largest_bytes <= peak_bytes <= plan.peak_bytes
+    assert plan.peak_bytes - 4 * largest_bytes <= peak_bytes <= plan.peak_bytes
     assert stored(model) == away
     plain, _, _ = made(kind, steps=3)
     assert equal([*model.parameters()], [*plain.parameters()])

@@ -6,14 +6,16 @@ is asked for it, so any code that reads the state finds all of it: the optimizer
 been read is in memory again, until the parameter has made its next step.
 
 A tensor that other code holds (an entry of a `state_dict`, a view) stays: its memory would not become free, and what
-that code writes to it would be lost. So code that holds a part of the state sees it change, as without a store.
+that code writes to it would be lost. So code that holds a part of the state sees it change, as without a store. The
+same holds for a list or dict among the values, as of SOAP's statistics: it comes back as another one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,23 +25,27 @@ from torchremat.stores.base import Content, content_of
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import is_wrapper
 
+Holder: TypeAlias = list[Any] | dict[Any, Any]
 
-class StoredTensor:
-    """A tensor that a store has; of one that wraps others, such as a DTensor, the store has the inner ones.
+
+class StoredEntry:
+    """A tensor that a store has, or a list or dict whose tensors it has.
+
+    Of a tensor that wraps others, such as a DTensor, the store has the inner ones.
 
     Args:
         handles: The store's claims.
-        bring: Returns the tensor.
+        bring: Returns the tensor, or a list or dict with its tensors.
     """
 
     __slots__ = ("_bring", "handles")
 
-    def __init__(self, handles: list[Handle], bring: Callable[[], Tensor]) -> None:
+    def __init__(self, handles: list[Handle], bring: Callable[[], object]) -> None:
         self.handles = handles
         self._bring = bring
 
-    def get(self) -> Tensor:
-        """Return the tensor, in fresh memory."""
+    def get(self) -> Any:
+        """Return the entry, with tensors in fresh memory."""
         return self._bring()
 
 
@@ -61,7 +67,7 @@ class StateEntries(dict[object, object]):
     @property
     def handles(self) -> list[Handle]:
         """The store's claims on the tensors that are not in memory."""
-        return [handle for one in dict.values(self) if isinstance(one, StoredTensor) for handle in one.handles]
+        return [handle for one in dict.values(self) if isinstance(one, StoredEntry) for handle in one.handles]
 
     def put_away(self, store: Store, min_bytes: int) -> list[tuple[Handle, Tensor]]:
         """Put the tensors that no other code holds into a store; return its claims, and what each may go on reading.
@@ -74,16 +80,7 @@ class StateEntries(dict[object, object]):
             StoreError: The store is strict, and has no room. The tensor that it refused is in memory.
         """
         left: list[tuple[Handle, Tensor]] = []
-        for key in list(dict.keys(self)):
-            held = [dict.__getitem__(self, key)]
-            if not isinstance(held[0], Tensor) or held[0].nbytes < min_bytes:
-                continue
-            if _is_alone(cast("list[Tensor]", held)):
-                tensor = cast("Tensor", held.pop())
-                stored = _stored(tensor, store, min_bytes)
-                if stored is not None:
-                    dict.__setitem__(self, key, stored)
-                    left += [(handle, tensor) for handle in stored.handles]
+        _put_away(self, store, min_bytes, left)
         return left
 
     def bring_back(self) -> None:
@@ -98,11 +95,11 @@ class StateEntries(dict[object, object]):
     def let_go(self) -> None:
         """Forget what the store does not have."""
         for key, value in list(dict.items(self)):
-            if not isinstance(value, StoredTensor):
+            if not isinstance(value, StoredEntry):
                 dict.__delitem__(self, key)
 
     def _read(self, key: object, value: object) -> object:
-        if isinstance(value, StoredTensor):
+        if isinstance(value, StoredEntry):
             value = value.get()
             dict.__setitem__(self, key, value)
         return value
@@ -170,6 +167,48 @@ class StateEntries(dict[object, object]):
         return dict.__repr__(self.copy())
 
 
+def _put_away(own: Holder, store: Store, min_bytes: int, left: list[tuple[Handle, Tensor]]) -> None:
+    """Put the tensors of a holder into a store, and add them to `left`. See `StateEntries.put_away`."""
+    for key in _keys(own):
+        held = [_item(own, key)]
+        if type(held[0]) in (list, dict):
+            if sys.getrefcount(held[0]) == 3:  # of `own`, of this list and of the argument
+                inner, had = held.pop(), len(left)
+                try:
+                    _put_away(inner, store, min_bytes, left)
+                finally:
+                    if len(left) > had:
+                        handles = [handle for handle, _ in left[had:]]
+                        _set_item(own, key, StoredEntry(handles, partial(_made_from, inner)))
+        elif isinstance(held[0], Tensor) and held[0].nbytes >= min_bytes and _is_alone(held):
+            tensor = held.pop()
+            stored = _stored(tensor, store, min_bytes)
+            if stored is not None:
+                _set_item(own, key, stored)
+                left += [(handle, tensor) for handle in stored.handles]
+
+
+def _made_from(stored: Holder) -> Holder:
+    """Return a new list or dict as one was before its tensors were put away, with tensors in fresh memory."""
+    items = {key: one.get() if isinstance(one := stored[key], StoredEntry) else one for key in _keys(stored)}
+    return list(items.values()) if isinstance(stored, list) else items
+
+
+def _keys(own: Holder) -> list[Any]:
+    return list(range(len(own))) if isinstance(own, list) else list(dict.keys(own))
+
+
+def _item(own: Holder, key: Any) -> Any:
+    return own[key] if isinstance(own, list) else dict.__getitem__(own, key)
+
+
+def _set_item(own: Holder, key: Any, value: StoredEntry) -> None:
+    if isinstance(own, list):
+        own[key] = value
+    else:
+        dict.__setitem__(own, key, value)
+
+
 def _is_alone(held: list[Tensor]) -> bool:
     """Return whether a tensor, held by this list and by one owner, has no other owner, nor has its memory."""
     if is_wrapper(held[0]):
@@ -189,7 +228,7 @@ def _names_of(tensor: Tensor) -> list[str]:
     return cast("_Rebuilding", tensor).__tensor_flatten__()[0]
 
 
-def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredTensor | None:
+def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredEntry | None:
     if is_wrapper(tensor):
         names, context = cast("_Rebuilding", tensor).__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
@@ -198,12 +237,12 @@ def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredTensor | None
         if not found or len(found) < len(parts):
             return None
         bring = partial(_rebuilt, type(tensor), {**inner, **found}, context, tensor.size(), tensor.stride())
-        return StoredTensor([handle for one in found.values() for handle in one.handles], bring)
+        return StoredEntry([handle for one in found.values() for handle in one.handles], bring)
     if tensor.nbytes < max(min_bytes, 1):
         return None
     content = content_of(tensor)
     handle = store.put(content.line(tensor))
-    return None if handle is None else StoredTensor([handle], partial(_back, handle, content))
+    return None if handle is None else StoredEntry([handle], partial(_back, handle, content))
 
 
 def _back(handle: Handle, content: Content) -> Tensor:
@@ -211,5 +250,5 @@ def _back(handle: Handle, content: Content) -> Tensor:
 
 
 def _rebuilt(kind: Any, inner: Mapping[str, object], *how: object) -> Tensor:
-    parts = {name: one.get() if isinstance(one, StoredTensor) else one for name, one in inner.items()}
+    parts = {name: one.get() if isinstance(one, StoredEntry) else one for name, one in inner.items()}
     return kind.__tensor_unflatten__(parts, *how)

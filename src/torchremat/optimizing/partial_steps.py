@@ -28,7 +28,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
 from torchremat.optimizing.moving import StateMover
-from torchremat.optimizing.rehearsal import drop_state, marked_rehearsal, undone, without_state
+from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.stores.stored_parameters import Keeper
@@ -214,6 +214,8 @@ class PartialSteps:
     def state_made(self) -> Generator[None]:
         """Let each parameter have state in the block, as after a first step; what was made is dropped at its end.
 
+        Groups have options as after it: some classes count their steps there, and make no more than state in the first.
+
         Raises:
             UnsupportedError: The state that exists cannot be copied.
         """
@@ -223,16 +225,21 @@ class PartialSteps:
             return
         state = optimizer.state
         made = without_state(state, (one for one in parameters_of([optimizer]) if one.requires_grad))
+        options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
+        stepped: dict[int, GroupOptions] = {}
         try:
-            options, group_of = GroupOptions(optimizer.param_groups), groups_by_parameter(optimizer)
             for one in made:
-                with undone(state, [one]), _gradient_of_zeros(one):
+                with undone(state, [one]), gradient_of_zeros(one):
                     step_on(optimizer, [one], group_of)
+                stepped[id(group_of[id(one)])] = GroupOptions([group_of[id(one)]])
                 options.put_back()
                 if self.mover is not None:
                     self.mover.put_away(state, [one])
+            for one in stepped.values():
+                one.put_back()
             yield
         finally:
+            options.put_back()
             drop_state(state, made)
 
     def end_rehearsal(self) -> None:
@@ -378,15 +385,6 @@ def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
     return [
         one for one in parameters_of([optimizer]) if one.grad is not None and not isinstance(one.grad, ReleasedGradient)
     ]
-
-
-@contextmanager
-def _gradient_of_zeros(parameter: Tensor) -> Generator[None]:
-    had, parameter.grad = parameter.grad, torch.zeros_like(parameter, requires_grad=False)
-    try:
-        yield
-    finally:
-        parameter.grad = had
 
 
 _AS_IT_IS = nullcontext()

@@ -23,6 +23,7 @@ from torchremat.tensors.parts import parts_of
 T = TypeVar("T")
 
 _HOLDERS = (list, dict)  # of which an optimizer makes its state
+_CONSTANTS = (int, float, str, bool, tuple, type(None))
 
 _markers: list[Callable[[str], object]] = []
 _notes: list[Callable[[Tensor, Tensor], object]] = []
@@ -87,6 +88,16 @@ def drop_state(state: dict[Any, Any], made: Mapping[Tensor, bool]) -> None:
 
 
 @contextmanager
+def gradient_of_zeros(parameter: Tensor) -> Generator[None]:
+    """Let a parameter have a gradient of zeros in the block."""
+    had, parameter.grad = parameter.grad, torch.zeros_like(parameter, requires_grad=False)
+    try:
+        yield
+    finally:
+        parameter.grad = had
+
+
+@contextmanager
 def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[None]:
     """Undo what a step in the block does to some parameters, and to state that they had.
 
@@ -95,7 +106,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
     """
     before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
     held = list(_within(before.values()))
-    odd = [value for value in held if not isinstance(value, (Tensor, int, float, str, bool, tuple, *_HOLDERS, type(None)))]
+    odd = [value for value in held if not isinstance(value, (Tensor, *_HOLDERS, *_CONSTANTS))]
     if odd:
         raise UnsupportedError(
             f"the state of the optimizer holds a {type(odd[0]).__name__}, so its step cannot be run to be measured. "
