@@ -47,16 +47,16 @@ from torchremat.planning.bounds.certificates import Certificate
 from torchremat.planning.compiling.compilation import Compiled, compiled
 from torchremat.planning.compiling.partitioning import PeakPartitioner
 from torchremat.planning.devices.device import Device
-from torchremat.planning.fitting import fit
-from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner, frontier, plan
-from torchremat.planning.plans import Plan
-from torchremat.planning.report import Report
+from torchremat.planning.results.frontiers import Frontier, FrontierPoint
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.search_budget import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
-from torchremat.planning.verification import verify
+from torchremat.planning.training.fitting import fit
+from torchremat.planning.training.report import Report
+from torchremat.planning.training.verification import verify
 from torchremat.regions.doors import checkpoint, checkpointed, unwrap, wrap
 from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, name, run_once
 from torchremat.regions.sessions import Session, session

@@ -2,16 +2,14 @@
 
 from torchremat._compat.inductor import partitioner_for_inductor
 from torchremat.measuring.store_speeds import Bandwidth, Speed
-from torchremat.planning import bars, fitting, profiled_step
+from torchremat.planning import bars, profiled_step
 from torchremat.planning import store_profiles as store_sizes
 from torchremat.planning.compiling import partitioning
 from torchremat.planning.compiling.trials import measured_workspaces
-from torchremat.planning.descriptions import held_of, plan_of
 from torchremat.planning.devices.device import MeasuredKernel, device_of
 from torchremat.planning.devices.machines import ForwardSeconds, Here
 from torchremat.planning.devices.overheads import Overheads
 from torchremat.planning.exactness.not_replayable import told
-from torchremat.planning.fitting import fit_with
 from torchremat.planning.layout import (
     Calls,
     HeldOperators,
@@ -24,7 +22,6 @@ from torchremat.planning.layout import (
 from torchremat.planning.parameter_bytes import room_bytes
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.printing import described
 from torchremat.planning.profiles import profiling, step_seconds
 from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
@@ -33,6 +30,8 @@ from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.step_seconds import SteppingSeconds
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
+from torchremat.planning.results.descriptions import held_of, plan_of
+from torchremat.planning.results.printing import described
 from torchremat.planning.roots import fitted
 from torchremat.planning.searches import options
 from torchremat.planning.searches.cuts import cut_options
@@ -56,6 +55,8 @@ from torchremat.planning.simulator.simulator import MemorySimulator
 from torchremat.planning.simulator.split_backward import InputPassSimulator, recomputed_ahead
 from torchremat.planning.stepping import ways_of_stepping
 from torchremat.planning.store_profiles import weighed
+from torchremat.planning.training import fitting
+from torchremat.planning.training.fitting import fit_with
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.schedules.chain import DEEPEST, KeepNode, RegionNode, depth, kept
 from torchremat.schedules.operator_selection import choices, evaluate

@@ -9,8 +9,8 @@ from torch import nn
 
 import torchremat
 from torchremat.measuring.curves import draw, headed
-from torchremat.planning.staircases import Staircase, knee_of
-from torchremat.planning.staircases import draw as draw_staircases
+from torchremat.planning.results.staircases import Staircase, knee_of
+from torchremat.planning.results.staircases import draw as draw_staircases
 from torchremat.reports.plots import plot_frontiers, plot_measurements
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.steps import CurvePoint, Step

@@ -167,7 +167,7 @@ def test_plans_and_measurements_are_traces(found, name, tmp_path):
 
 
 def test_regions_and_recomputes_of_a_plan_are_slices(found):
-    from torchremat.planning.plan_page import steps_of
+    from torchremat.planning.results.plan_page import steps_of
 
     _, planned = steps_of(found["plan"])
     kinds = {one.kind for one in planned.slices if one.row == "region"}
@@ -183,12 +183,12 @@ def test_regions_and_recomputes_of_a_plan_are_slices(found):
 def test_what_waits_in_a_store_is_a_slice():
     x = torch.randn(512, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
-    from torchremat.planning.plan_page import steps_of
+    from torchremat.planning.results.plan_page import steps_of
     from torchremat.planning.simulator.offload_choices import StoredUnit
 
     plan = torchremat.plan(model, lambda model: model(x).square().mean(), budget="100%", cost="flops")
     away = StoredUnit(unit=1, store=0, leaves_after=1, comes_before=2, stored_bytes=2048)
-    stored = torchremat.planning.plans.replace(plan, stored=(away,), stores=("Disk",))
+    stored = torchremat.planning.results.plans.replace(plan, stored=(away,), stores=("Disk",))
 
     (one,) = (one for one in steps_of(stored)[1].slices if one.kind == "store")
     assert (one.row, one.name, one.says) == ("store 0", plan.units[1].name, ("2.00 KiB in Disk",))

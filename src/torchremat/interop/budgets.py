@@ -32,11 +32,11 @@ from torchremat.measuring.optimizers import not_an_optimizer, optimizers_in, ste
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
-from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiled_step import check_request
 from torchremat.planning.shapes.adaptive import Adaptive
+from torchremat.planning.training.fitting import Fitted, fit_with
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World

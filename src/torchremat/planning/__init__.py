@@ -16,15 +16,9 @@ parameter_bytes          the bytes of parameters that wait in a store
 placed_step              a step where it runs: what all its profiles have in common
 profiled_step            a step that was profiled, with the search over it: what plans and frontiers are made from
 planner                  `plan` and `frontier`
-plan_data                a plan as data
-plans, files             its verbs and views, and its file
-descriptions             a candidate as a plan
-printing, plan_page      a plan as text, and as a page
-frontiers, staircases    peak against time over all budgets
 bars                     the progress of planning in a terminal
-verification, outcomes, report, fitting  one real step under a plan
-conditions, checks             the first step of a training under a plan, compared with the planned one
-trained, sounded               later steps, watched for the budget
+results/    plans and frontiers: as data, text, pages and files
+training/   real steps under a plan: verified, fitted, checked, watched
 shapes/     steps of changing shapes
 guarding/   a step that runs again when memory runs out
 compiling/  `torch.compile` with a budget

@@ -11,8 +11,6 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
-from torchremat.planning.checks import Checks, PlannedScope, is_part_of
-from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.stepping import (
@@ -23,6 +21,8 @@ from torchremat.planning.stepping import (
     removed_with,
     stepping_plainly,
 )
+from torchremat.planning.training.checks import Checks, PlannedScope, is_part_of
+from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger

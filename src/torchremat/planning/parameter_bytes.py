@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore
-from torchremat.planning.checks import is_part_of
 from torchremat.planning.profiles.traces import Trace
+from torchremat.planning.training.checks import is_part_of
 from torchremat.stores.stored_parameters import Keeper, keeper_of, put_to_rest
 
 _Use: TypeAlias = tuple[frozenset[int], frozenset[int]]

@@ -16,16 +16,16 @@ from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
 from torchremat.planning.budgets import Relative, margin_of, relative_of
-from torchremat.planning.descriptions import nothing_fits, plan_of, with_optimizer
 from torchremat.planning.devices.calibration import device_here
 from torchremat.planning.devices.machines import Here
-from torchremat.planning.frontiers import POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
 from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
-from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution, check_request
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.results.descriptions import nothing_fits, plan_of, with_optimizer
+from torchremat.planning.results.frontiers import POINTS, Frontier, check_points, frontier_of
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.storing import LEAST_GAIN
 from torchremat.planning.stepping import Stepping
 

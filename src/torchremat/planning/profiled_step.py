@@ -24,11 +24,11 @@ from torchremat.planning.devices.machines import has_room
 from torchremat.planning.layout import bare
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.placed_step import PlacedStep
-from torchremat.planning.plan_data import PlainSource
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.results.plan_data import PlainSource
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate

@@ -10,8 +10,8 @@ from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.measurement import Measurement, step_of
 from torchremat.pipeline import gantt
 from torchremat.pipeline.timeline import Timeline
-from torchremat.planning import staircases
-from torchremat.planning.frontiers import Frontier
+from torchremat.planning.results import staircases
+from torchremat.planning.results.frontiers import Frontier
 
 
 def plot_measurements(

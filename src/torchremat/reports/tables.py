@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from torchremat.planning.frontiers import Frontier
+from torchremat.planning.results.frontiers import Frontier
 
 _MIB = 2**20
 _FRONTIER = ("budget\nMiB", "peak\nMiB", "against\nplain", "recomputed\nGFLOP", "time\nagainst plain")

@@ -20,11 +20,11 @@ from torchremat.measuring.storages import address_of
 from torchremat.optimizing.parameter_checks import check_in_memory
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
-from torchremat.planning.descriptions import plan_of
 from torchremat.planning.layout import check_bare
 from torchremat.planning.peers.peers import gathered
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
+from torchremat.planning.results.descriptions import plan_of
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.planning.searches.search import Search

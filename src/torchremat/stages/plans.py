@@ -11,7 +11,7 @@ from torch import nn
 from torchremat._compat.pipelining import stages_of
 from torchremat.errors import PipelineError, PlanError
 from torchremat.planning.layout import check_bare
-from torchremat.planning.plans import Plan
+from torchremat.planning.results.plans import Plan
 from torchremat.regions.patches import count_elsewhere
 from torchremat.tensors.sizes import format_bytes
 

@@ -20,7 +20,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.frames import OURS, PACKAGES, TORCH, steps_of
 from torchremat.measuring.exhaustion import asked_bytes, held_bytes
 from torchremat.measuring.tracebacks import chain_of
-from torchremat.planning.plans import Plan
+from torchremat.planning.results.plans import Plan
 from torchremat.tensors.sizes import format_bytes
 
 Doing = Literal["planning", "forward", "backward"]

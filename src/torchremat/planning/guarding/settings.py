@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torchremat.errors import PlanError, UnsupportedError
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.plans import Plan
+from torchremat.planning.results.plans import Plan
 from torchremat.state.guarded import check_named
 
 

@@ -50,7 +50,7 @@ from torchremat.planning.guarding.tightening import Applied, BoundStep, Tighteni
 from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
-from torchremat.planning.plans import Plan
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.tensors.structure import split
 

@@ -14,7 +14,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.planning.layout import bare
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
-from torchremat.planning.plans import Plan
+from torchremat.planning.results.plans import Plan
 from torchremat.regions.patches import count_elsewhere, is_wrapped
 from torchremat.tensors.sizes import format_bytes
 

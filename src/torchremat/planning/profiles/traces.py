@@ -19,7 +19,7 @@ from torchremat.measuring.step_record import (
     TensorSaved,
 )
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.planning.conditions import Conditions
+from torchremat.planning.training.conditions import Conditions
 
 
 @dataclass(slots=True)

@@ -42,8 +42,8 @@ from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
 from torchremat.measuring.writes import Looking
-from torchremat.planning.conditions import conditions_of, elements_in
 from torchremat.planning.profiles.traces import CallReader, Trace, TracedCall, around, named
+from torchremat.planning.training.conditions import conditions_of, elements_in
 from torchremat.regions.threads import thread
 from torchremat.state.reach import tensors_inside
 from torchremat.stores.stored_parameters import StoredParameter

@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import Calls, HeldOperators, calls_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.results.descriptions import held_of
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family

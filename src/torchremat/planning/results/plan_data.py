@@ -11,11 +11,11 @@ from typing import Literal
 
 from torchremat.measuring.store_speeds import Speed
 from torchremat.planning.bounds.certificates import Certificate, Claim
-from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.layout import Calls, HeldOperators
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.offload_choices import StoredUnit
 from torchremat.planning.stepping import PLAIN_STEPPING, GivenOptimizer, Stepping
+from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.regions.offload_schedule import Transfer
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store

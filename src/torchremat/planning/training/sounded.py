@@ -34,7 +34,7 @@ from torchremat._compat.dynamo import traced_as
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.glances import Glance
-from torchremat.planning.trained import Optimizer, Trained
+from torchremat.planning.training.trained import Optimizer, Trained
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.tensors.parts import parts_of
 from torchremat.tensors.structure import tensors_in

@@ -11,14 +11,14 @@ from pathlib import Path
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
-from torchremat.planning.descriptions import plan_of, with_optimizer
-from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import ProfiledStep, Solution
+from torchremat.planning.results.descriptions import plan_of, with_optimizer
+from torchremat.planning.results.plans import Plan
+from torchremat.planning.results.staircases import Staircase, draw, knee_of
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.planning.simulator.prediction import Candidate
-from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.tensors.sizes import format_bytes, format_flops
 from torchremat.views.charts import staircase_chart

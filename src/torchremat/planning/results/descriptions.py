@@ -13,20 +13,20 @@ from torch import nn
 from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import optimizer_alone, shares_that_work
-from torchremat.planning.conditions import Conditions, InputSizes
 from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.layout import HeldOperators, calls_of
-from torchremat.planning.plan_data import Choice, Forecast, PlannedUnit, Point, Provenance
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.plans import Plan, claimed
 from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
+from torchremat.planning.results.plan_data import Choice, Forecast, PlannedUnit, Point, Provenance
+from torchremat.planning.results.plans import Plan, claimed
 from torchremat.planning.searches.flows import runs_of
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.planning.stepping import GivenOptimizer
+from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.regions.forwards import forward_of_class
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.sizes import format_bytes

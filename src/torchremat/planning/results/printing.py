@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchremat.planning.exactness.not_replayable import shortened
-from torchremat.planning.plan_data import PlanData
+from torchremat.planning.results.plan_data import PlanData
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.schedules.chain import KeepNode, Node, Tree
 from torchremat.tensors.sizes import format_bytes, format_flops

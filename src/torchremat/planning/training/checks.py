@@ -23,10 +23,10 @@ from torchremat._compat.transforms import is_transformed
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.optimizers import steps_alone
-from torchremat.planning.conditions import Conditions, InputSizes, conditions_of
 from torchremat.planning.profiles.traces import named
-from torchremat.planning.sounded import Soundings
-from torchremat.planning.trained import Trained
+from torchremat.planning.training.conditions import Conditions, InputSizes, conditions_of
+from torchremat.planning.training.sounded import Soundings
+from torchremat.planning.training.trained import Trained
 from torchremat.regions.calls import Body
 from torchremat.regions.rehearsals import is_rehearsing, rehearsals
 from torchremat.regions.runs import Scope

@@ -15,10 +15,10 @@ from torchremat.planning.budgets import margin_of
 from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
 from torchremat.planning.planner import Planner, planner_shown
-from torchremat.planning.plans import Plan
 from torchremat.planning.profiled_step import check_request
 from torchremat.planning.profiles.optimizers import state_made
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.results.plans import Plan
 from torchremat.tensors.sizes import format_bytes
 
 M = TypeVar("M", bound=nn.Module)

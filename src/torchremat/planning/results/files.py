@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
-from torchremat.planning.plan_data import PlanData
+from torchremat.planning.results.plan_data import PlanData
 from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept
 
 SCHEMA = "torchremat.plan"

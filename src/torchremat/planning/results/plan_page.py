@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from torchremat.planning.plan_data import PlanData, Point
-from torchremat.planning.printing import summary_rows, unit_words
+from torchremat.planning.results.plan_data import PlanData, Point
+from torchremat.planning.results.printing import summary_rows, unit_words
 from torchremat.schedules.chain import RegionNode
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell

@@ -24,7 +24,7 @@ from torchremat.measuring.untouched import gradient_leaves
 from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
 from torchremat.planning.peers.peers import Peers
-from torchremat.planning.report import StepComparison
+from torchremat.planning.training.report import StepComparison
 from torchremat.tensors.copies import same_bits
 
 # The results of a step by name, each a copy in host memory.

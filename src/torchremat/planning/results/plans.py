@@ -14,14 +14,14 @@ from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import draw
 from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.bounds.certificates import Claim
-from torchremat.planning.checks import CountedBytes, checks_on
-from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Application, check_bare, install, modules_under, put_on, uninstall, unmet_modules
-from torchremat.planning.plan_data import PlanData
-from torchremat.planning.plan_page import page_of, steps_of
-from torchremat.planning.printing import text_of
+from torchremat.planning.results.files import from_json, to_json
+from torchremat.planning.results.plan_data import PlanData
+from torchremat.planning.results.plan_page import page_of, steps_of
+from torchremat.planning.results.printing import text_of
 from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, StepStores, optimizer_for
 from torchremat.planning.store_profiles import check_step_stores, check_stores
+from torchremat.planning.training.checks import CountedBytes, checks_on
 from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import DEEPEST, depth

@@ -21,13 +21,13 @@ from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.outcomes import Outcome, differing, explained, outcome_of
 from torchremat.planning.peers.peers import Peers, peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.report import Report, StepComparison
 from torchremat.planning.searches.search_budget import Observer, Progress, checked
 from torchremat.planning.stepping import handles_on
+from torchremat.planning.training.outcomes import Outcome, differing, explained, outcome_of
+from torchremat.planning.training.report import Report, StepComparison
 from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
