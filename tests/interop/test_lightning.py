@@ -83,14 +83,18 @@ def test_the_training_is_the_same_with_released_gradients(tmp_path, options, rel
     ours = fit(tmp_path, [budget("min", release_gradients=releases)], module=Scheduled(), **options)
 
     assert ours == plain
-    # Which calls the smallest budget recomputes depends on what a CPU's kernels for bfloat16 allocate.
-    assert min(ours.recomputed, floor.recomputed) > 0
     (row,), (least,) = ours.logged, floor.logged
-    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    sizes = [one.nbytes for one in ours.model.parameters()]
     assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
     # All gradients are there when the last of several backwards begins.
-    freed_bytes = least["memory_measured_bytes"] - row["memory_measured_bytes"]
-    assert freed_bytes == pytest.approx(freed * parameter_bytes, rel=0.1 if "precision" in options else 0, abs=0)
+    without_bytes = least["memory_measured_bytes"] - freed * sum(sizes)
+    if "precision" in options:
+        # On a CPU without instructions for bfloat16 the peak may be in a parameter's step, with two temporaries.
+        assert ours.recomputed > 0
+        assert without_bytes <= row["memory_measured_bytes"] <= without_bytes + 2 * max(sizes)
+    else:
+        assert ours.recomputed == floor.recomputed > 0
+        assert row["memory_measured_bytes"] == without_bytes
     assert ours.is_bare
     assert ours.trainer.gradient_clip_val == options.get("gradient_clip_val")
     assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())

@@ -119,17 +119,18 @@ def test_a_plan_below_all_others_keeps_its_budget_and_every_bit(kind, alone):
     away = stored(model)
     assert away
     train(model, optimizer, loss_of, 2)
-    peak_bytes = measured_peak(model, optimizer, loss_of, KINDS[kind][2], keeps_gradients=alone)
-    # The bound takes four parameters at once: where all writes have ended at the peak, none is there.
+    # Of three steps, since on a busy machine less may be in memory in one of them.
+    peak_bytes = max(measured_peak(model, optimizer, loss_of, KINDS[kind][2], keeps_gradients=alone) for _ in range(3))
+    # The bound takes four parameters at once; a peak where none is in memory is not among these.
     largest_bytes = max(one.nbytes for one in model.parameters())
-    assert plan.peak_bytes - 4 * largest_bytes <= peak_bytes <= plan.peak_bytes
+    assert plan.peak_bytes - 3 * largest_bytes <= peak_bytes <= plan.peak_bytes
     assert stored(model) == away
-    plain, _, _ = made(kind, steps=3)
+    plain, _, _ = made(kind, steps=5)
     assert equal([*model.parameters()], [*plain.parameters()])
     plan.remove(model)
     assert not stored(model)
     train(model, optimizer, loss_of, 1)
-    assert equal([*model.parameters()], [*made(kind, steps=4)[0].parameters()])
+    assert equal([*model.parameters()], [*made(kind, steps=6)[0].parameters()])
 
 
 def test_it_is_the_last_way():

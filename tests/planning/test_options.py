@@ -106,7 +106,8 @@ def test_the_operators_of_a_step_cost_what_a_forward_costs():
     block, runs = flow_of(own, 3), own.units.trace.operators.runs
     seconds = unit_seconds(own, 3, pooled_seconds(runs))
 
-    assert sum(run.flops for run in runs) == counter.total
+    flows = [flow_of(own, unit) for unit in range(len(own.units.units))]
+    assert sum(one.cost for flow in flows for one in flow.operators) == counter.total
     assert sum(seconds) == pytest.approx(own.costs[3].seconds)
     assert sum(one.cost for one in block.operators) == own.costs[3].flops
     needed = sum(value.size_bytes for value in block.values if value.needed and value.size_bytes and not value.holdable)

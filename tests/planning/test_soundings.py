@@ -131,9 +131,8 @@ def test_a_step_above_the_budget_is_told_once_and_nothing_is_measured_after_it(t
     (said,) = found
     assert said.category is BudgetWarning
     assert "in forward and backward: " in str(said.message)
-    assert f"above the budget of {torchremat.planning.training.checks.format_bytes(plan.budget_bytes)}" in str(
-        said.message
-    )
+    asked = torchremat.planning.training.checks.format_bytes(plan.budget_bytes)
+    assert f"above the budget of {asked}" in str(said.message)
     assert applied_scopes(model)[0].checks._soundings is None
 
 

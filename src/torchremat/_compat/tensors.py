@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeVar, cast
 
@@ -29,10 +29,14 @@ def holders_in_torch(tensor: Tensor) -> int:
     return tensor_uses(tensor) - 1
 
 
+def holders_of(held: Sequence[object]) -> int:
+    """Return how many owners an object has in addition to the given list, which holds it alone."""
+    return sys.getrefcount(held[0]) - 2  # the list and the argument
+
+
 def holders_in_python(held: list[Tensor]) -> int:
     """Return how many Python owners a tensor has in addition to the given list, which holds it alone."""
-    shared = _are_held_by_torch()[0] if holders_in_torch(held[0]) else 0
-    return sys.getrefcount(held[0]) - 2 - shared  # the list and the argument
+    return holders_of(held) - (_are_held_by_torch()[0] if holders_in_torch(held[0]) else 0)
 
 
 def tensors_in(held: list[UntypedStorage]) -> int:

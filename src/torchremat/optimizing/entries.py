@@ -12,7 +12,6 @@ same holds for a list or dict among the values, as of SOAP's statistics: it come
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
@@ -20,7 +19,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.tensors import holders_in_python, holders_in_torch, tensors_in
+from torchremat._compat.tensors import holders_in_python, holders_in_torch, holders_of, tensors_in
 from torchremat.stores.base import Content, content_of
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.parts import is_wrapper
@@ -172,7 +171,7 @@ def _put_away(own: Holder, store: Store, min_bytes: int, left: list[tuple[Handle
     for key in _keys(own):
         held = [_item(own, key)]
         if type(held[0]) in (list, dict):
-            if sys.getrefcount(held[0]) == 3:  # of `own`, of this list and of the argument
+            if holders_of(held) == 1:
                 inner, had = held.pop(), len(left)
                 try:
                     _put_away(inner, store, min_bytes, left)
