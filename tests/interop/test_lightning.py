@@ -84,14 +84,14 @@ def test_the_training_is_the_same_with_released_gradients(tmp_path, options, rel
 
     assert ours == plain
     (row,), (least,) = ours.logged, floor.logged
-    sizes = [one.nbytes for one in ours.model.parameters()]
+    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
     assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
     # All gradients are there when the last of several backwards begins.
-    without_bytes = least["memory_measured_bytes"] - freed * sum(sizes)
+    without_bytes = least["memory_measured_bytes"] - freed * parameter_bytes
     if "precision" in options:
-        # On a CPU without instructions for bfloat16 the peak may be in a parameter's step, with two temporaries.
+        # On a CPU without instructions for bfloat16 the search finds its lowest tree 1% above that without a release.
         assert ours.recomputed > 0
-        assert without_bytes <= row["memory_measured_bytes"] <= without_bytes + 2 * max(sizes)
+        assert without_bytes <= row["memory_measured_bytes"] <= 1.02 * without_bytes
     else:
         assert ours.recomputed == floor.recomputed > 0
         assert row["memory_measured_bytes"] == without_bytes
