@@ -103,11 +103,10 @@ def test_the_operators_of_a_step_cost_what_a_forward_costs():
     with FlopCounter() as counter, torch.no_grad():
         step(model)
 
-    block, runs = flow_of(own, 3), own.units.trace.operators.runs
-    seconds = unit_seconds(own, 3, pooled_seconds(runs))
+    flops, block = flow_of(own), flow_of(own, 3)
+    seconds = unit_seconds(own, 3, pooled_seconds(own.units.trace.operators.runs))
 
-    flows = [flow_of(own, unit) for unit in range(len(own.units.units))]
-    assert sum(one.cost for flow in flows for one in flow.operators) == counter.total
+    assert sum(one.cost for one in flops.operators) == counter.total
     assert sum(seconds) == pytest.approx(own.costs[3].seconds)
     assert sum(one.cost for one in block.operators) == own.costs[3].flops
     needed = sum(value.size_bytes for value in block.values if value.needed and value.size_bytes and not value.holdable)

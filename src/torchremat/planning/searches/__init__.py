@@ -2,7 +2,7 @@
 
 loops.py             loops in the trace, whose steps are equal stages of the chain
 chains.py            a profile as a chain of scalars
-flows.py             the operators of a unit as a dataflow
+flows.py             the operators of a step or unit as a dataflow
 replays.py           the bytes of a region that holds some operators' outputs, and of its backward
 unit_operators.py    the operators of a unit, and what holding some of them takes
 options.py           ways of keeping a part of a unit

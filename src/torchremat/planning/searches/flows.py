@@ -1,4 +1,4 @@
-"""The operators of a unit's forward as a dataflow.
+"""The operators of a step's forward as a dataflow: all of it, or one unit.
 
     value                               needed          holdable
     parameter, leaf that requires grad  as it is        yes, it exists anyway; no if FSDP2 has sharded it
@@ -25,9 +25,16 @@ from torchremat.planning.roots import has_shards
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 
 
-def flow_of(profile: Profile, unit: int) -> Dataflow:
-    """Return the operators of a unit as a dataflow, with flops as costs; those of compiled code are infinite."""
-    runs, numbers = runs_of(profile, unit), values_of(profile, unit)
+def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
+    """Return the operators of a forward as a dataflow, with flops as costs; those of compiled code are infinite.
+
+    Values are numbered as in `profile.units.trace.operators`, if the dataflow is that of the whole forward.
+
+    Without a unit it is the whole forward, including code between the units.
+    """
+    log = profile.units.trace.operators
+    runs = log.runs if unit is None else runs_of(profile, unit)
+    numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
     place = {value: index for index, value in enumerate(numbers)}
     made = {value for run in runs for value in run.makes}
     return Dataflow(
@@ -88,13 +95,14 @@ def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
     return [save for save in around if save.call in calls]
 
 
-def _values(profile: Profile, unit: int, numbers: Iterable[int], made: set[int]) -> Iterable[Value]:
-    start = operators_of(profile, unit).start
-    saved = {save.value: save.position - start for save in _saves_in(profile, unit) if not save.is_dropped}
-    inputs, outputs = set(profile.units.units[unit].inputs), set(profile.units.units[unit].outputs)
-    leaves_stay = not has_shards(profile.units, unit)
+def _values(profile: Profile, unit: int | None, numbers: Iterable[int], made: set[int]) -> Iterable[Value]:
+    log, units = profile.units.trace.operators, profile.units.units
+    saves, start = (log.saves, 0) if unit is None else (_saves_in(profile, unit), operators_of(profile, unit).start)
+    saved = {save.value: save.position - start for save in saves if not save.is_dropped}
+    inputs, outputs = (set[int](), set[int]()) if unit is None else (set(units[unit].inputs), set(units[unit].outputs))
+    leaves_stay = unit is None or not has_shards(profile.units, unit)
     for number in numbers:
-        value = profile.units.trace.operators.values[number]
+        value = log.values[number]
         if number in made:
             holdable, size = not value.is_overwritten, 0 if value.storage in outputs else value.size_bytes
         else:
