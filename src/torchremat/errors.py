@@ -33,6 +33,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import sys
 import typing
 import warnings
@@ -175,6 +176,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         module=found.f_globals.get("__name__", "<string>"),
         registry=found.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def first_of(names: collections.abc.Sequence[str], most: int = 3) -> str:
+    """Return the first of many names for a message, with commas: "a, b, c, ..."."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def check_flags(*, may_be_none: bool = False, **flags: object) -> None:

@@ -19,6 +19,7 @@ import torch
 import typer
 from torch import nn
 
+from torchremat.errors import first_of
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import checked_bytes, relative_of
 from torchremat.planning.devices.device import device_of, is_described
@@ -102,7 +103,7 @@ def _offered(module_name: str) -> str:
         for name, value in vars(sys.modules[module_name]).items()
         if callable(value) and getattr(value, "__module__", None) == module_name and not name.startswith("_")
     ]
-    return f" It defines {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}." if names else ""
+    return f" It defines {first_of(names, 8)}." if names else ""
 
 
 def _subject(target: str, made: object) -> TargetStep:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchremat.errors import PolicyError, UnsupportedError
+from torchremat.errors import PolicyError, UnsupportedError, first_of
 from torchremat.measuring.saving import RanOperator, Save, StepLog
 from torchremat.regions.decisions import AnyPolicy, Decision, OperatorContext, decision_of
 from torchremat.regions.selective.op_info import op_info_of
@@ -108,7 +108,7 @@ def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
         called = list(dict.fromkeys(call.name for call in log.calls if call.has_grad))
         raise PolicyError(
             f"the step calls no module {', '.join(map(repr, sorted(missing)))} with grad mode on; it calls "
-            f"{', '.join(map(repr, called[:8])) or 'none'}{', ...' if len(called) > 8 else ''}."
+            f"{first_of(list(map(repr, called)), 8) or 'none'}."
         )
     return {index for index in regions if not any(one in regions for one in log.around(log.calls[index].parent))}
 

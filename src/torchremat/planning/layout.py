@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from torchremat.errors import PlanError
+from torchremat.errors import PlanError, first_of
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
 from torchremat.planning.profiles.traces import named
@@ -94,7 +94,7 @@ def calls_of(units: Units) -> Calls:
         others=tuple(planned(call, key) for call, key in units.others),
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
         opened=tuple(planned(call, key) for call, key in units.opened if key[0] in whole),
-        met=trace.looped.union(call.name for call in trace.calls),
+        met=trace.untraced.union(call.name for call in trace.calls),
         vary=trace.operators.is_sized_by_values,
     )
 
@@ -281,7 +281,7 @@ def check_bare(model: nn.Module) -> None:
     wrapped = [name or "the model" for name, module in model.named_modules() if is_wrapped(module)]
     if wrapped:
         raise PlanError(
-            f"the model has wrapped modules already ({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
+            f"the model has wrapped modules already ({first_of(wrapped)}). "
             "Remove the plan that is applied, or unwrap it, first."
         )
 
@@ -341,7 +341,7 @@ def put_on(model: nn.Module) -> str:
     """Return a description of what is on a model: plans, and otherwise wrapped modules."""
     wrapped = [(name, found) for name, module in model.named_modules() if (found := forward_under(module))]
     others = [named(name) for name, forward in wrapped if forward.owner is None]
-    words = [f"`wrap` of {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"] if others else []
+    words = [f"`wrap` of {first_of(others)}"] if others else []
     if len(others) < len(wrapped):
         words.append("another plan")
     return " and ".join(words) or "nothing"

@@ -23,7 +23,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.errors import UnsupportedError, WrapError
+from torchremat.errors import UnsupportedError, WrapError, first_of
 from torchremat.regions.forwards import FORWARD, UnboundForward, WrappedForward, class_forward, forward_of_class
 from torchremat.regions.runs import Scope
 from torchremat.regions.settings import Settings
@@ -205,7 +205,7 @@ def check_uncovered(model: nn.Module) -> None:
     if covered:
         raise WrapError(
             "since it was wrapped, another library has put something around the forward of "
-            f"{', '.join(covered[:3])}{', ...' if len(covered) > 3 else ''}, which would go on calling the region. "
+            f"{first_of(covered)}, which would go on calling the region. "
             "Remove that first; for accelerate by `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
         )
 

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.errors import ScheduleError, StepError
+from torchremat.errors import ScheduleError, StepError, first_of
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_materialised
 from torchremat.pipeline.balance.costs import first_microbatch, layer_bytes, layer_seconds
@@ -157,10 +157,9 @@ def _problems_of_module(partitions: int, module: nn.Module) -> list[str]:
     named = list(module.named_parameters())
     having = [f"`{name}`" for name, parameter in named if parameter.grad is not None]
     if having:
-        shown = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
         problems.append(
-            f"{len(having)} of {len(named)} parameters have a gradient already ({shown}), which copies would have as "
-            "well; call `module.zero_grad(set_to_none=True)` first"
+            f"{len(having)} of {len(named)} parameters have a gradient already ({first_of(having)}), which copies "
+            "would have as well; call `module.zero_grad(set_to_none=True)` first"
         )
     return problems
 

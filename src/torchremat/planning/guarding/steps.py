@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.weak import WeakIdentityDict
-from torchremat.errors import GuardError, UnsupportedError
+from torchremat.errors import GuardError, UnsupportedError, first_of
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
@@ -249,18 +249,17 @@ class GuardedStep(Generic[P, R]):
                 "after the guarded step, not in it)"
             )
         if written:
-            shown = ", ".join(words.format(self._names([tensor])) for words, tensor in written[:3])
+            shown = first_of([words.format(self._names([tensor])) for words, tensor in written])
             return (
-                f"it cannot be run again, since it had written in place to {shown}"
-                f"{', ...' if len(written) > 3 else ''} (backward alone may write to gradients, and nothing to the "
-                "batch and the parameters)"
+                f"it cannot be run again, since it had written in place to {shown} (backward alone may write to "
+                "gradients, and nothing to the batch and the parameters)"
             )
         return f"attempts={self._settings.attempts} are used up" if is_last else ""
 
     def _names(self, tensors: Sequence[Tensor]) -> str:
         known = {id(one): name for name, one in (*self._model.named_parameters(), *self._model.named_buffers())}
         names = [f"`{known[id(one)]}`" if id(one) in known else f"a tensor {tuple(one.shape)}" for one in tensors]
-        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return first_of(names)
 
     def _report(self, failed: list[Attempt], why_not: str, before: StepState) -> str:
         begun = before.gradients.begun()

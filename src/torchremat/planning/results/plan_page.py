@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from torchremat.errors import first_of
 from torchremat.planning.results.plan_data import PlanData, Point
 from torchremat.planning.results.printing import summary_rows, unit_words
 from torchremat.schedules.chain import RegionNode
@@ -122,7 +123,7 @@ def _regions(plan: PlanData) -> Iterator[Slice]:
             [(starts, ended, unit) for phase, unit, starts, ended in inside if phase == "recompute"]
         ):
             units = [unit for _, _, unit in group]
-            words = f"recompute of {', '.join(units[:3])}{', ...' if len(units) > 3 else ''}"
+            words = f"recompute of {first_of(units)}"
             yield _region(name, group[0][0], group[-1][1], "recompute", (words, f"in the region {name}"), units[0])
 
 

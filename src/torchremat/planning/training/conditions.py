@@ -12,6 +12,7 @@ from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat._compat.checkpoints import is_checkpoint_wrapper, is_hook_of_torch_checkpoint
 from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.sharding import is_managed
+from torchremat.errors import first_of
 from torchremat.tensors.structure import tensors_in
 
 
@@ -95,7 +96,7 @@ class Conditions:
             told.append(f"the model {words}")
         if self.compiled is not None and (since := [name for name in now.compiled or () if name not in self.compiled]):
             told.append(
-                f"{_some(since)} {'has' if len(since) == 1 else 'have'} been compiled since, and compiled code saves "
+                f"{_quoted(since)} {'has' if len(since) == 1 else 'have'} been compiled since, and compiled code saves "
                 "other tensors. Plan after modules are compiled"
             )
         return told
@@ -149,9 +150,8 @@ def _modes(resting: tuple[str, ...]) -> str:
         return "all in training mode"
     if resting == ("",):
         return "all in evaluation mode"
-    return f"{_some(resting)} in evaluation mode"
+    return f"{_quoted(resting)} in evaluation mode"
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:3])
-    return f"{shown}{', ...' if len(names) > 3 else ''}"
+def _quoted(names: Sequence[str]) -> str:
+    return first_of([f"`{name}`" for name in names])
