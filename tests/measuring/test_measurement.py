@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.data import TensorDataset
 
 from logs import Log
 from probes.memory import profiler_is_active
@@ -82,6 +85,58 @@ def test_six_linears_with_gelu_by_hand():
     assert measured.device == torch.device("cpu")
     assert measured.reserved_bytes is None
     assert measured.context_bytes is None
+
+
+@dataclass
+class Graph:
+    """A batch in an object."""
+
+    x: torch.Tensor
+    more: dict[str, torch.Tensor]
+
+
+class Slotted:
+    """The same without a dict."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of):
+        self.of = of
+
+
+class Loading:
+    """Gives batches, and holds all of them."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __call__(self):
+        return self.x[:1]
+
+
+@pytest.mark.parametrize(
+    ("hold", "rows"),
+    [
+        (lambda x: Graph(x, {}), 8),
+        (lambda x: Graph(x[:4].clone(), {"second": x}), 12),
+        (lambda x: SimpleNamespace(x=x), 8),
+        (lambda x: [Slotted(Slotted(x))], 8),
+        (lambda x: SimpleNamespace(x=x, model=nn.Linear(2, 2)), 0),
+        (lambda x: SimpleNamespace(x=x, optimizer=torch.optim.SGD([nn.Parameter(x)])), 0),
+        (Loading, 0),
+        (lambda x: SimpleNamespace(rows=TensorDataset(x)), 0),
+    ],
+    ids=["dataclass", "nested", "namespace", "slots", "with a model", "with an optimizer", "loader", "dataset"],
+)
+def test_an_object_of_data_is_an_input_and_one_of_code_is_none(hold, rows):
+    x = torch.randn(8, 16)
+    held = hold(x)
+    model = nn.Linear(16, 16)
+
+    def step(model, held=held):
+        return model(torch.ones(1, 16)).sum()
+
+    assert measure(model, step).input_bytes == rows * 16 * 4
 
 
 def test_the_timeline_of_a_small_step():

@@ -15,7 +15,19 @@ from optimizing.loops import equal
 from planning.steps import with_declared_speed
 from probes.memory import record_allocations
 from probes.planning import SteppingSeconds, room_bytes, ways_of_stepping
-from torchremat import BudgetError, Compressed, Disk, Host, Plan, PlanError, Tiers, UnsupportedError, codecs, guard
+from torchremat import (
+    BudgetError,
+    Compressed,
+    Disk,
+    Host,
+    Plan,
+    PlanError,
+    StepError,
+    Tiers,
+    UnsupportedError,
+    codecs,
+    guard,
+)
 from torchremat.interop.request import MemoryBudget
 from torchremat.policies import save_smaller_than
 from torchremat.stores.base import land
@@ -486,3 +498,57 @@ def test_a_store_without_room_leaves_parameters_in_memory_and_the_plan_knows():
 
     assert plan.stepping.stores_parameters
     assert limit - 2**18 < plan.away_bytes <= limit
+
+
+class WithTeacher(nn.Module):
+    """Moves the weights of a teacher inside of it before each forward."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.student = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.move = move
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.move(own, other)
+        return (self.student(x) - self.teacher(x) - 1).square().mean()
+
+
+def _assigned(own, other):
+    own.data = own.data * 0.9 + other.data * 0.1
+
+
+MOVED = {
+    "in place": lambda own, other: own.mul_(0.9).add_(other, alpha=0.1),
+    "past versions": lambda own, other: own.data.mul_(0.9).add_(other.data, alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("first", ["the store", "the plan"])
+@pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
+def test_a_teacher_that_the_step_moves_is_as_before_planning(move, first):
+    """Weights that a store had were not among those whose writes are undone."""
+    x = torch.randn(64, 128)
+    model = WithTeacher(move)
+    optimizer = optim.AdamW(model.student.parameters())
+    had = {name: one.clone() for name, one in model.state_dict().items()}
+    offload = torchremat.offload_parameters(model, optimizer, Host()) if first == "the store" else None
+    options = {} if offload is not None else {"parameter_store": Host()}
+
+    plan = torchremat.plan(model, lambda m: m(x), budget="min", optimizer=optimizer, cost="flops", **options)
+
+    assert plan.recomputed_calls > 0 or plan.stepping.stores_parameters
+    if offload is not None:
+        offload.remove()
+    assert all(torch.equal(one, had[name]) for name, one in model.state_dict().items())
+
+
+def test_a_teacher_that_gets_other_memory_while_a_store_has_it_is_an_error():
+    x = torch.randn(64, 128)
+    model = WithTeacher(_assigned)
+    optimizer = optim.AdamW(model.student.parameters())
+
+    with pytest.raises(StepError, match=r"written in place to `teacher\.0\.0\.weight`.*which was not copied"):
+        torchremat.plan(model, lambda m: m(x), budget="min", optimizer=optimizer, parameter_store=Host())

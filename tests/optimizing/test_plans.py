@@ -150,6 +150,21 @@ def test_the_smallest_budget_is_smaller_by_what_is_not_there():
     assert released - both >= 1.5 * parameter_bytes
 
 
+def test_a_parameter_that_gets_no_gradient_is_no_difference():
+    # A plain step begins with gradients of zeros, and one that frees them with none: `verify` said NOT EQUAL.
+    model = nn.ModuleDict(
+        {"used": nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), "not": nn.Linear(3, 3)}
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss(model):
+        return model["used"](torch.ones(16, 8)).square().mean()
+
+    torchremat.plan(model, loss, budget="min", optimizer=optimizer, release_gradients=True).apply(model)
+
+    assert torchremat.verify(model, loss, optimizer=optimizer).is_exact
+
+
 def test_a_fitted_step_is_within_its_budget():
     model, optimizer, _ = trained(release_gradients, steps=1)
     plan = torchremat.plan(model, loss_of, budget="60%", optimizer=optimizer)

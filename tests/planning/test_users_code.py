@@ -146,6 +146,56 @@ def test_vmap_inside_of_a_module():
     )
 
 
+class Ensemble(nn.Module):
+    """Runs copies of a network side by side, as torch's tutorial of ensembles does."""
+
+    def __init__(self):
+        super().__init__()
+        self.networks = nn.ModuleList(nn.Sequential(block(), block()) for _ in range(3))
+
+    def forward(self, x):
+        parameters, buffers = torch.func.stack_module_state([*self.networks])
+
+        def run(*state):
+            return torch.func.functional_call(self.networks[0], state, (x,))
+
+        return torch.func.vmap(run)(parameters, buffers).mean(0)
+
+
+def over_rows(layer, x):
+    return torch.func.vmap(layer)(x)
+
+
+def tangents(layer, x):
+    return sum(torch.func.jvp(layer, (x,), (torch.ones_like(x),)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("function", [over_rows, tangents])
+def test_modules_inside_of_a_forward_mode_transform_are_recomputed_with_their_caller(function):
+    # They were units by themselves, and the error spoke of a region that the user had not made.
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Sequential(block(), block())
+
+        def forward(self, x):
+            return function(self.inside, x)
+
+    model = nn.Sequential(Around(), block(), Around(), Ensemble())
+
+    made = lowest_plan(model, lambda model: square(model(inputs())))
+
+    assert {unit.name for unit in made.units if unit.name.startswith(("0", "2", "3"))} <= {"0", "2", "3"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("function", [over_rows, tangents])
+def test_where_the_step_itself_runs_the_transform_it_is_told_to_put_a_module_around(function):
+    with pytest.raises(StepError, match=r"each module that the step calls .*inside of a transform of torch.func"):
+        plan(nn.Sequential(block(), block()), lambda model: square(function(model, inputs())), budget="80%")
+
+
 def test_a_module_inside_of_a_reverse_mode_transform_is_named():
     # It was torch's own message, which speaks of hooks that the user has not set.
     model = nn.Sequential(block(), Through(lambda layer, x: torch.func.grad(lambda t: square(layer(t)))(x)))

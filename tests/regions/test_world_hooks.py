@@ -97,6 +97,36 @@ def hooks_that_collect_features(run):
 
 
 @program(ways=CALLED)
+def observers_that_are_added_before_the_recompute(run):
+    # They stay, and so does what their modules have noted about how they are called.
+    model, x, seen = block(), leaf(4, 4), []
+
+    @torchremat.extend.only_watches
+    def before(module, args, kwargs):
+        seen.append((len(args), kwargs))
+
+    @torchremat.extend.only_watches
+    def after(module, args, kwargs, output):
+        seen.append((len(args), kwargs))
+
+    loss = run(model, x).sum()
+    handles = [
+        model[1].register_forward_pre_hook(before, with_kwargs=True),
+        model[1].register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+    loss.backward()
+    assert all(
+        one.id in model[1]._forward_hooks_with_kwargs or one.id in model[1]._forward_pre_hooks_with_kwargs
+        for one in handles
+    )
+    assert handles[1].id in model[1]._forward_hooks_always_called
+    for one in handles:
+        one.remove()
+    assert all(one == (1, {}) for one in seen)
+    return model, x, loss
+
+
+@program(ways=CALLED)
 def a_hook_that_removes_itself(run):
     model, x = block(), leaf(4, 4)
 

@@ -100,7 +100,8 @@ T = TypeVar("T", bound=Tensor)
 def shell_of(kind: type[T], tensor: Tensor) -> T:
     """Return a tensor of a class that looks like another one and has no memory."""
     make = cast("Callable[..., T]", private("Tensor._make_wrapper_subclass", needed_for="releasing gradients"))
-    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    # With a storage of its own size, what goes past operators, `share_memory_()`, would read at address 0.
+    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device, storage_size=0)
 
 
 class Registration(Protocol):

@@ -159,7 +159,7 @@ def check_transform_around(where: str) -> None:
         raise UnsupportedError(
             f"{where} is called inside of a reverse-mode transform of torch.func (grad, vjp, jacrev, hessian), which "
             "runs its backward itself, out of a plan's reach. `wrap` the blocks by hand, and `verify`; or call it "
-            "outside, or inside of `jvp`, `jacfwd` or `vmap`, which can be planned."
+            "outside, or let a module call it inside of `jvp`, `jacfwd` or `vmap`: that module can be planned."
         )
 
 

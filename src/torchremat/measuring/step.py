@@ -3,8 +3,9 @@
 A step is a callable that runs the forward and returns the loss; the caller runs `backward`. The objects that a step
 holds (its model, its batch) are searched in plain sight only: closure cells, defaults, `functools.partial` arguments,
 the attributes of the object that a bound method belongs to, and the globals that its own code names. Lists, tuples,
-sets and dicts are opened, nested ones too. Functions among all these are searched in the same way, but for
-compiled ones; of those of libraries, only the defaults and the cells.
+sets and dicts are opened, nested ones too, and objects that are data: a dataclass, a graph, not one that has modules,
+optimizers or loaders. Functions among all these are searched in the same way, but for compiled ones; of those of
+libraries, only the defaults and the cells.
 
 To plan and to measure, a step is run several times. Lists and dicts that it takes from are restored each time, see
 `untouched`; an iterator cannot be.
@@ -20,19 +21,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
 
 from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.fabric import as_fabrics_backward
-from torchremat.errors import StepError, UnsupportedError
-from torchremat.measuring.optimizers import not_an_optimizer, parameters_of
+from torchremat.errors import StepError, UnsupportedError, first_of
+from torchremat.measuring.optimizers import Optimizer, not_an_optimizer, parameters_of
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.state.code import is_installed, is_library, nested
+from torchremat.state.holders import Slots
 
 _ALLOWED = (
     "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
@@ -144,7 +147,38 @@ def holdings_of(step: object) -> Holdings:
             waiting += cast(list[object], value)
         elif isinstance(value, _CALLED) and not is_compiled(value):  # hooks of what it has would compile it again
             waiting += (held for _, held in held_by(value, _globals_of(step)))
+        else:
+            tensors.update((id(one), one) for one in _tensors_of_data(value))
     return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()))
+
+
+_MOST_OBJECTS = 1_000  # of one that is data; a dataset has more
+_NO_LEAD = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_NO_DATA = (Optimizer, DataLoader, Dataset, torch.Generator, ModuleType)
+
+
+def _tensors_of_data(value: object) -> list[Tensor]:
+    """Return the tensors of an object that is data, as a batch is; none if it leads to code, or to what gives data."""
+    found: list[Tensor] = []
+    waiting, seen = [value], dict[int, object]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, _NO_LEAD):
+            continue
+        seen[id(one)] = one  # which keeps its id
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif callable(one) or is_iterator(one) or isinstance(one, _NO_DATA) or len(seen) > _MOST_OBJECTS:
+            return []
+        elif isinstance(one, Mapping):
+            waiting += cast(Mapping[object, object], one).values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += cast(list[object], one)
+        else:
+            slots = Slots.of(one)
+            waiting += [] if slots is None else slots.values()
+            waiting += cast("dict[str, object]", getattr(one, "__dict__", {})).values()
+    return found
 
 
 def _held_by(step: object) -> Iterator[object]:
@@ -341,16 +375,12 @@ def check_materialised(model: nn.Module, *, needs_values: bool = True) -> None:
     meta = [name for name, tensor in named if not is_lazy(tensor) and tensor.device == torch.device("meta")]
     if meta and needs_values:
         raise StepError(
-            f"{len(meta)} parameters or buffers are on the meta device ({_some(meta)}), so the step cannot run. "
+            f"{len(meta)} parameters or buffers are on the meta device ({first_of(meta)}), so the step cannot run. "
             'Materialise the model first: `model.to_empty(device="cpu")`, then load or initialise its weights. '
             "Or plan it without running it, `on='meta'`."
         )
     if lazy:
         raise StepError(
-            f"{len(lazy)} parameters or buffers of the model have no shape yet ({_some(lazy)}). "
+            f"{len(lazy)} parameters or buffers of the model have no shape yet ({first_of(lazy)}). "
             "Run the model once, without grad, before it is measured."
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

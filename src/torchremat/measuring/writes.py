@@ -7,6 +7,7 @@
     leaves with user hooks in backward, and        they exist                         likewise
     tensors of their shapes that hooks reach
     `.data`, set to other memory                   the storage is another one         the leaf has its own again
+    the same, of a parameter that a store has      it is not what came from there     an error that names it
     anything else                                  its version has moved              an error that names it
 
 Copying all weights would double their memory, so most are only watched. Missing on purpose: writes through `.data` or
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hidden, hiding
-from torchremat.errors import StepError
+from torchremat.errors import StepError, first_of
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.storages import address_of, storages_in
 from torchremat.regions.selective.cache import written_by
@@ -38,6 +39,8 @@ from torchremat.state.backups import SMALL_BYTES
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.world import World
+from torchremat.stores.parameter_moves import MemoryWatch, memory_watched
+from torchremat.stores.stored_parameters import StoredParameter, parameter_in
 from torchremat.tensors.copies import same_bits
 from torchremat.tensors.parts import is_wrapper, parts_of
 from torchremat.tensors.versioned import Versioned
@@ -112,6 +115,7 @@ class Writes:
         # A tensor with a graph is an output of the step, freed when the step makes the next one.
         tensors = [one for world in worlds for one in world.tensors]
         watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
+        stored = [one for one in watched.values() if type(one) is StoredParameter]
         plain = [one for one in watched.values() if is_plain(one)]
         free = {id(one) for world in worlds for one in (*world.loose, *(own for *_, own in world.state))}
         at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= SMALL_BYTES)}
@@ -120,8 +124,8 @@ class Writes:
         self._watched = [Versioned(one) for one in watched.values()]
         with hiding():
             self._places = [Place(one) for one in plain]
-        self._copies = HostCopies(one for one in plain if id(one) in at_once or known.has(one))
-        self.looking = Looking(plain, self._copies) if looks and not known.has_looked else None
+        self._copies = HostCopies(one for one in (*plain, *stored) if id(one) in at_once or known.has(one))
+        self.looking = Looking(plain, self._copies, stored) if looks and not known.has_looked else None
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -130,8 +134,10 @@ class Writes:
         Raises:
             StepError: A tensor was written that is not copied.
         """
+        watch = MemoryWatch()
         try:
-            yield
+            with memory_watched() as watch:
+                yield
             self._known.has_looked |= self.looking is not None
         finally:
             with uninterrupted(), hiding():
@@ -141,10 +147,10 @@ class Writes:
                 if self.looking is not None:
                     self._known.add(self.looking.seen.values())
         lost = [one.tensor for one in self._watched if one.is_written and not self._has_put_back_parts(one)]
+        lost += [one for one in watch.replaced.values() if not self._copies.has(one)]
         if lost:
-            shown = ", ".join(map(self._names, lost[:3]))
             raise StepError(
-                f"the step has written in place to {shown}{', ...' if len(lost) > 3 else ''}, which was not copied, so "
+                f"the step has written in place to {first_of(list(map(self._names, lost)))}, which was not copied, so "
                 "it is not what it was before this call. A step that is planned or measured is run several times: let "
                 "it write to buffers (`register_buffer`), or write outside of it, after its backward."
             )
@@ -224,19 +230,21 @@ class Looking(EagerMode):
     Args:
         tensors: The watched tensors.
         copies: Gets the copies.
+        stored: Parameters that are watched as well, wherever their memory is by then.
 
     Attributes:
         seen: By id, the tensors that operators have written, be it with the values that they had. In a mode the version
             of what a `_foreach` operator writes does not move.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], copies: HostCopies) -> None:
+    def __init__(self, tensors: Iterable[Tensor], copies: HostCopies, stored: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.seen: dict[int, Tensor] = {}
         self._copies = copies
         self._watched: defaultdict[int, list[Tensor]] = defaultdict(list)
         for one in tensors:
             self._watched[address_of(one.untyped_storage())].append(one)
+        self._stored = set(map(id, stored))
 
     def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         """Run an operator."""
@@ -250,7 +258,10 @@ class Looking(EagerMode):
             # The class of a wrapper writes to its parts where no mode sees it.
             for written in chain.from_iterable(map(parts_of, written_by(op_info.writes, args, kwargs))):
                 if written.layout is torch.strided:
-                    for one in self._watched.get(address_of(written.untyped_storage()), ()):
+                    storage = written.untyped_storage()
+                    came_in = parameter_in(storage)
+                    also = [came_in] if came_in is not None and id(came_in) in self._stored else []
+                    for one in (*self._watched.get(address_of(storage), ()), *also):
                         self.seen[id(one)] = one
                         self._copies.add(one)
 

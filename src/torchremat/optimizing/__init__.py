@@ -2,6 +2,7 @@
 
 groups.py         the options of an optimizer's groups, and its step on some of its parameters
 separability.py   whether an optimizer's step is the same on all parameters at once and on one after the other
+open_steps.py     what the parts of a step have found and left, until the user's `step()`
 partial_steps.py  the step of an optimizer, made in parts
 rehearsal.py      a part of a step that is run to be measured
 tombstones.py     what stands in place of a gradient that was freed

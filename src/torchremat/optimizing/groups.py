@@ -52,7 +52,7 @@ class _KeptOptions(NamedTuple):
 
     def differing(self) -> list[str]:
         now, before = self.group, self.options
-        found = [name for name, version in self.versions if name in now and _version_of(now[name]) != version]
+        found = [name for name, version in self.versions if name in now and version_of(now[name]) != version]
         if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
             return found
         names = (name for name in {**before, **now} if name != "params" and name not in found)
@@ -66,7 +66,8 @@ def _versions_in(group: Group) -> list[tuple[str, int]]:
     return [(name, one._version) for name, one in group.items() if isinstance(one, Tensor)]
 
 
-def _version_of(one: object) -> int:
+def version_of(one: object) -> int:
+    """Return the version of a tensor, -1 for anything else."""
     return one._version if isinstance(one, Tensor) else -1
 
 

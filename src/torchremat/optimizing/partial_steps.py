@@ -5,8 +5,8 @@
                                the optimizer's own code, for what is left then
                                after: the step is over
 
-Between the first part and the end of `step()` a *step is open*. Its parts begin with the options that it began with:
-see NOTE [ A part of a step ]. The hooks of the optimizer run once, at the user's `step()`.
+Between the first part and the end of `step()` a *step is open*, see `open_steps`. The hooks of the optimizer run once,
+at the user's `step()`.
 
 The optimizer owns this object, through its hooks; nothing here owns the optimizer.
 """
@@ -26,8 +26,9 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
-from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, slices, step_on
+from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on
 from torchremat.optimizing.moving import StateMover
+from torchremat.optimizing.open_steps import OpenStep
 from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
@@ -100,13 +101,9 @@ class PartialSteps:
         self._before_step = optimizer.register_step_pre_hook(self._before)
         self._after_step = optimizer.register_step_post_hook(self._after)
         self._lock = threading.RLock()
-        self._options: GroupOptions | None = None  # of the open step
-        self._results: dict[int, GroupOptions] = {}  # by group, what its first part has left
-        self._group_of: dict[int, Group] = {}
-        self._done: dict[int, None] = {}
+        self._open_step: OpenStep | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._rehearsed: _Rehearsed | None = None
-        self._known = 0  # how many parameters had state when the step was opened
 
     @property
     def name(self) -> str:
@@ -119,7 +116,7 @@ class PartialSteps:
 
     def check_closed(self, asked: str) -> None:
         """Raise an UnsupportedError if a part of a step was made, and the user's `step()` has not ended it."""
-        if self._done:
+        if self._open_step:
             raise UnsupportedError(f"{asked}: a backward has released gradients. Call `optimizer.step()` first.")
 
     @property
@@ -128,7 +125,7 @@ class PartialSteps:
 
     def is_done(self, parameter: Tensor) -> bool:
         """Return whether a parameter has made its part of the open step."""
-        return id(parameter) in self._done
+        return self._open_step is not None and parameter in self._open_step
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter, for messages."""
@@ -142,8 +139,12 @@ class PartialSteps:
             self._after_step.remove()
             _all.pop(optimizer, None)
 
-    def step(self, parameters: Sequence[Tensor]) -> None:
+    def step(self, parameters: Sequence[Tensor], released: Callable[[Tensor], Tensor] | None = None) -> None:
         """Make the part of the step for some parameters, whose gradients are complete.
+
+        Args:
+            parameters: The parameters.
+            released: Returns what takes the place of a parameter's gradient.
 
         Raises:
             StoreError: Their state cannot be brought back. The message says which parameters have stepped.
@@ -153,21 +154,19 @@ class PartialSteps:
             return
         with self._lock:
             check_may_step(optimizer)
-            options = self._open(optimizer)
+            step = self._opened(optimizer)
             is_written = False
             try:
                 with self._in_memory(optimizer, parameters):
-                    options.put_back()
-                    versions = [one._version for one in parameters]
                     is_written = True
                     with _without_autocast(parameters[0].device):
-                        groups = step_on(optimizer, parameters, self._group_of)
-                    move_versions(parameters, versions)
-                    self._check_options(groups)
-                    self._done |= dict.fromkeys(map(id, parameters))
+                        step.make(optimizer, parameters)
                     is_written = False
+                if released is not None:
+                    for one in parameters:
+                        step.release(optimizer, one, released(one))
             except BaseException as error:
-                error.add_note(self._where_it_stands(parameters, is_written=is_written))
+                error.add_note(self._where_it_stands(step, parameters, is_written=is_written))
                 raise
 
     def rehearse(self, parameters: Sequence[Tensor], *, is_last: bool = False) -> None:
@@ -248,15 +247,13 @@ class PartialSteps:
         if self.mover is not None:
             self.mover.end()
 
-    def _open(self, optimizer: Optimizer) -> GroupOptions:
-        if self._options is None:
+    def _opened(self, optimizer: Optimizer) -> OpenStep:
+        if self._open_step is None:
             self._show()  # of a step whose own code has raised
-            self._options = GroupOptions(optimizer.param_groups)
-            self._known = len(optimizer.state)
-            self._group_of = groups_by_parameter(optimizer)
+            self._open_step = OpenStep(optimizer)
             if self.mover is not None:
                 self.mover.begin(optimizer.state)
-        return self._options
+        return self._open_step
 
     def _in_memory(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
         return self._moved(optimizer, parameters) if self._moves else _AS_IT_IS
@@ -272,24 +269,13 @@ class PartialSteps:
             if self.mover is not None:
                 self.mover.give(optimizer.state, parameters)
 
-    def _check_options(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            first = self._results.get(id(group))
-            if first is None:
-                self._results[id(group)] = GroupOptions([group])
-            elif found := first.differing():
-                raise UnsupportedError(
-                    f"{self.name}: the option {found[0]!r} of a group depends on which parameters step together, so "
-                    "its step cannot be made in parts. Remove what releases its gradients or moves its state."
-                )
-
-    def _where_it_stands(self, parameters: Sequence[Tensor], *, is_written: bool) -> str:
-        names = [self.names.get(one) for one in self._done]
+    def _where_it_stands(self, step: OpenStep, parameters: Sequence[Tensor], *, is_written: bool) -> str:
+        names = [self.names.get(id(one)) for one in step]
         done = f" ({', '.join(name for name in names if name)})" if any(names) else ""
         at = ", ".join(map(self.name_of, parameters))
         half = f"; {at} may be in the middle of it" if is_written else ""
         return (
-            f"{self.name} was at {at}. {len(self._done)} of {len(self._group_of)} parameters had made this step{done}"
+            f"{self.name} was at {at}. {len(step)} of {len(step.group_of)} parameters had made this step{done}"
             f"{half}; all others, and their state, are as before it. Load a checkpoint before you go on."
         )
 
@@ -316,22 +302,23 @@ class PartialSteps:
                 loss = cast("Callable[[], object]", closure)()
             changed = (*args[:1], _Once(loss, self.name)), {}
         with self._lock:
-            options = self._open(optimizer)
+            step = self._opened(optimizer)
+            if not self._hidden:  # else it is the step of a base class, which runs hooks as well
+                step.check_unchanged(optimizer, self.names)
             if self._moves:
                 for some in slices(_with_gradients(optimizer)):
                     self.step(some)
-            self._hide(optimizer)
-            options.put_back()
+            self._hide(optimizer, step)
+            step.put_options_back()
         return changed
 
     @outside_graphs
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         with self._lock:
             self._show()
-            self._put_in_order(optimizer)
-            self._options, self._group_of = None, {}
-            self._results.clear()
-            self._done.clear()
+            if self._open_step is not None:
+                _put_in_order(optimizer, self._open_step)
+                self._open_step = None
             if self.mover is not None:
                 self.mover.end()
             for keeper in self.keepers:
@@ -339,22 +326,12 @@ class PartialSteps:
             if self.release is not None:
                 self.release.end_step(optimizer)
 
-    def _put_in_order(self, optimizer: Optimizer) -> None:
-        """Let state that the step has made lie in the order in which a whole step would have made it."""
-        state = optimizer.state
-        made = list(dict.items(state))[self._known :]
-        if len(made) > 1:
-            place = {one: number for number, one in enumerate(self._group_of)}
-            for key, _ in made:
-                del state[key]
-            state.update(sorted(made, key=lambda item: place.get(id(item[0]), 0)))
-
     # The optimizer's own code runs in `step()` once more. It must find nothing of what has stepped.
 
-    def _hide(self, optimizer: Optimizer) -> None:
+    def _hide(self, optimizer: Optimizer, step: OpenStep) -> None:
         for one in parameters_of([optimizer]):
             gradient = one.grad
-            if gradient is not None and (id(one) in self._done or isinstance(gradient, ReleasedGradient)):
+            if gradient is not None and (one in step or isinstance(gradient, ReleasedGradient)):
                 self._hidden.append((one, gradient))
                 one.grad = None
 
@@ -379,6 +356,17 @@ class _Once:
                 "parts. Keep its gradients and its state as they are."
             )
         return self._losses.pop()
+
+
+def _put_in_order(optimizer: Optimizer, step: OpenStep) -> None:
+    """Let state that the step has made lie in the order in which a whole step would have made it."""
+    state = optimizer.state
+    made = list(dict.items(state))[step.known :]
+    if len(made) > 1:
+        place = {one: number for number, one in enumerate(step.group_of)}
+        for key, _ in made:
+            del state[key]
+        state.update(sorted(made, key=lambda item: place.get(id(item[0]), 0)))
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -65,7 +65,7 @@ class GradientRelease:
         self._norms: dict[int, Tensor] | None = None  # of gradients, in a pass that measures them
         self._most_norm: tuple[float, Tensor] | None = None
         self._tombstones: dict[int, ReleasedGradient] = {}
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooks: list[RemovableHandle] = []
         self._hook, self._waiting_hook = ReleasingHook(self), ReleasingHook(self, may_wait=True)
         most_bytes = share_of(parameters_of([optimizer])) if batch_bytes is None else batch_bytes
         self._waiting = WaitingGradients(most_bytes, WeakMethod(self._step))
@@ -76,11 +76,11 @@ class GradientRelease:
     def _watch(self, optimizer: Optimizer) -> None:
         # torch refuses a hook for a frozen one, which has no gradient. FSDP2 calls the hooks of a sharded one.
         trained = [one for one in parameters_of([optimizer]) if one.requires_grad]
-        new = [one for one in trained if id(one) not in self._hooks]
+        new = [one for one in trained if self not in releases_of(one)]
         waiting = counted(trained, self._waiting.most_bytes) if new else ()
         for one in new:
             hook = self._waiting_hook if id(one) in waiting else self._hook
-            self._hooks[id(one)] = one.register_post_accumulate_grad_hook(hook)
+            self._hooks.append(one.register_post_accumulate_grad_hook(hook))
 
     def last_microbatch(self) -> None:
         """Declare that the next backward is the last one before `optimizer.step()`, so that it releases.
@@ -145,7 +145,7 @@ class GradientRelease:
             steps = None
         else:
             steps.check_closed("remove()")
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._unwatch_scalers()
@@ -216,9 +216,7 @@ class GradientRelease:
                 if frees_gradient(one):
                     one.grad = None
             return
-        steps.step(parameters)
-        for one in parameters:
-            one.grad = self._tombstone(steps, one)
+        steps.step(parameters, partial(self._tombstone, steps))
 
     def _check_backward(self, steps: PartialSteps, parameter: Tensor) -> None:
         if not self._has_begun:  # the module may have been wrapped since
@@ -236,13 +234,15 @@ class GradientRelease:
             raise UnsupportedError(
                 f"the gradient of {steps.name_of(parameter)} is complete for a second time, and its parameter has "
                 "stepped on the first. Call `optimizer.step()` after each backward; with several backwards for a step "
-                "say release_gradients(..., accumulates=True) and last_microbatch(). After a backward that has failed "
-                "in the middle, load a checkpoint: some parameters have made its step."
+                "say release_gradients(..., accumulates=True) and last_microbatch(). If it was the loss of another "
+                "optimizer, as a generator's that goes through its discriminator, `requires_grad_(False)` on these "
+                "parameters keeps them out of its backward. After a backward that has failed in the middle, load a "
+                "checkpoint: some parameters have made its step."
             )
 
     def _tombstone(self, steps: PartialSteps, parameter: Tensor) -> ReleasedGradient:
         found = self._tombstones.get(id(parameter))
-        if found is None:
+        if found is None or not found.stands_for(parameter):
             words = partial(_words, steps.name_of(parameter), self._of)
             found = self._tombstones[id(parameter)] = ReleasedGradient(parameter, words)
         return found
@@ -298,8 +298,8 @@ def _words(parameter: str, optimizer: str) -> str:
         f"the gradient of {parameter} is read, and it was released: {optimizer} has made the parameter's step in the "
         "backward, and the gradient is gone (torchremat.release_gradients). What needs all gradients first cannot be "
         "honoured: clipping by the norm of all (two passes can: `measured_norms()` and `clip_norm()`; or say "
-        "`clip_value=`), a loss scaler's search for infinities, a second backward without zero_grad() (say "
-        "`accumulates=True`), zero_grad(set_to_none=False)."
+        "`clip_value=`), a loss scaler's search for infinities, zero_grad(set_to_none=False), another backward without "
+        "zero_grad() (say `accumulates=True`; or `requires_grad_(False)` on it for the loss of another optimizer)."
     )
 
 

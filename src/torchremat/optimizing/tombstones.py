@@ -37,6 +37,10 @@ class ReleasedGradient(Tensor):
         made._words = words
         return made
 
+    def stands_for(self, parameter: Tensor) -> bool:
+        """Return whether it can be the gradient of a parameter, whose shape or dtype may have changed since."""
+        return (self.shape, self.dtype, self.device) == (parameter.shape, parameter.dtype, parameter.device)
+
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: Args = (), kwargs: Kwargs = None) -> NoReturn:
         """Raise: some operator would read it."""
@@ -51,6 +55,10 @@ class ReleasedGradient(Tensor):
     def __tensor_unflatten__(*_: object) -> NoReturn:
         """Raise: nothing makes one but a release."""
         raise bug("a released gradient is made from parts")
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        """Raise: there is nothing to save."""
+        raise UnsupportedError(self._words())
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ReleasedGradient(shape={tuple(self.shape)})"

@@ -143,5 +143,5 @@ def _uses(model: nn.Module, trace: Trace, sizes: Container[int]) -> Iterator[_Us
     for call, read in zip(trace.calls, calls, strict=True):
         around.append(frozenset(read | (by_step if call.parent is None else around[call.parent])))
         yield frozenset(read), around[-1]
-    for name in trace.looped:  # the calls that a loop makes are not traced
+    for name in trace.untraced:
         yield own[name], frozenset(by_step.union(*(own[one] for one in own if is_part_of(name, one))))

@@ -218,7 +218,7 @@ class Dicts:
     def write(self) -> set[int]:
         """Restore the contents of the dicts; return the ids of the dicts that had changed."""
         dicts = self._dicts
-        written = {id(own) for own in self._empty if size_of(own) and _write_dict(own, {})}
+        written = {id(own) for own in self._empty if size_of(own) and self._write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
         if [*map(size_of, dicts)] == self._sizes and self._has_keys():
             changed = [*compress(count(), map(is_not, chain.from_iterable(self._value_views), self.values))]
@@ -233,18 +233,24 @@ class Dicts:
             return written
         for own, start, size in zip(dicts, starts, self._sizes, strict=False):
             end = start + size
-            if _write_dict(own, dict(zip(self._keys[start:end], self.values[start:end], strict=True))):
+            if self._write_dict(own, dict(zip(self._keys[start:end], self.values[start:end], strict=True))):
                 written.add(id(own))
         return written
 
+    def _write_dict(self, own: Dict, before: Dict) -> bool:
+        """Restore the contents of a dict, except for observers; return whether it had changed."""
+        if is_same(own, before):
+            return False
+        lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
+        if type(own) is OrderedDict and any(own.get(key) is True for key in own.keys() - before.keys()):
+            # A module notes in other tables how it calls a hook (`with_kwargs`, `always_call`), by the hook's number.
+            lookers |= dict.fromkeys(own.keys() & self._numbers_of_observers(), True)
+        refill_dict(own, {**{key: value for key, value in before.items() if not only_looks_on(value)}, **lookers})
+        return True
+
+    def _numbers_of_observers(self) -> set[object]:
+        tables = [one for one in (*self._dicts, *self._empty) if type(one) is OrderedDict]
+        return {key for own in tables for key, value in own.items() if only_looks_on(value)}
+
 
 _PLAIN = frozenset({dict})
-
-
-def _write_dict(own: Dict, before: Dict) -> bool:
-    """Restore the contents of a dict, except for observers; return whether it had changed."""
-    if is_same(own, before):
-        return False
-    lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
-    refill_dict(own, {**{key: value for key, value in before.items() if not only_looks_on(value)}, **lookers})
-    return True

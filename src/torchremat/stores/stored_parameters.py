@@ -51,7 +51,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
 from torchremat.stores.held import InCatalog
-from torchremat.stores.parameter_moves import moving
+from torchremat.stores.parameter_moves import moving, watching
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.parts import PLAIN_CLASSES, memories_of
@@ -193,6 +193,8 @@ def bring_back(parameter: Tensor, *, is_read: bool = False) -> None:
                 with plainly():
                     left = stored.keeper.taken_back(parameter)
                     parameter.data = stored.content.back(stored.handle.get()) if left is None else left
+                    for one in watching:
+                        one.comes(parameter)
                 del _stored[id(parameter)]
             cast("Any", parameter).__class__ = nn.Parameter
         if stored is not None:
@@ -254,6 +256,8 @@ def put_away(parameter: Tensor, store: Store, keeper: Keeper) -> list[tuple[Hand
                 handle = store.put(content.line(values))
                 if handle is None:
                     return []
+                for one in watching:
+                    one.leaves(parameter)
                 gone = ref(parameter, partial(_forget, id(parameter)))
                 _stored[id(parameter)] = _StoredValues(handle, content, keeper, gone)
                 went_out(values)

@@ -309,6 +309,19 @@ def test_a_budget_is_planned_for_before_the_first_step():
         optimizer.step()
 
 
+@pytest.mark.parametrize("budget", ["80%", "60% of activations", "min"])
+def test_a_budget_may_be_a_share(budget):
+    # The plain step that it is a share of is measured, by an observer of which one of a module's two tables was lost.
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    with guard(model, step, budget=budget, optimizer=optimizer) as run:
+        run(SECOND)
+        assert run.plan.budget == budget
+        assert run.attempts == ()
+        optimizer.step()
+
+
 # --------------------------------------------------------------------------------------- in planning for a budget
 
 

@@ -30,8 +30,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from torchremat.errors import StepError
-from torchremat.planning.profiles.traces import Trace, around
+from torchremat.errors import StepError, first_of
+from torchremat.planning.profiles.traces import Trace, around, named
 from torchremat.planning.profiles.units import Grain, Units, linked
 
 # Units need at most this many times the lowest need. A whole call has advantages: the choice covers all its operators
@@ -149,6 +149,12 @@ class _CallTree:
         self.trace = trace
         self.unlike = unlike
         self.roots = [index for index in trace.children(None) if trace.calls[index].grad]
+        if not self.roots and trace.untraced:
+            raise StepError(
+                f"each module that the step calls ({first_of(sorted(map(named, trace.untraced)))}) is called in a "
+                "`torchremat.loop`, or inside of a transform of torch.func (vmap, jvp, jacfwd). Let a module of the "
+                "model make that call, and it can be recomputed as a whole."
+            )
         if not self.roots:
             raise StepError(
                 "the step calls no module of the model with grad mode on; does it use another model than the one "

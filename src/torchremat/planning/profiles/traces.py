@@ -121,7 +121,8 @@ class Trace:
         allocations: The allocator's events meanwhile, with a mark before and after each operator; None if not recorded.
         sharded: The names of the modules that FSDP2 has sharded.
         loops: The number of times that a `torchremat.loop` ran.
-        looped: The names of the modules that these called. Their calls are not among the calls.
+        untraced: The names of the modules that these called, or code inside of a transform of torch.func. Their calls
+            are not among the calls.
         parameters: The names of parameters, by storage.
     """
 
@@ -138,13 +139,13 @@ class Trace:
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()
     loops: int = 0
-    looped: frozenset[str] = frozenset()
+    untraced: frozenset[str] = frozenset()
     parameters: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def is_never_unit(self, index: int) -> bool:
         """Whether a call is no unit whatever the grain, so that it stays code between the units, or is split."""
         call = self.calls[index]
-        return call.is_overwritten or call.is_transforming or call.is_looping or call.name in self.looped
+        return call.is_overwritten or call.is_transforming or call.is_looping or call.name in self.untraced
 
     def descendants(self, index: int) -> list[int]:
         """Return the calls made inside call `index`, itself included, at any depth, in order."""

@@ -25,7 +25,12 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
-from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks
+from torchremat._compat.transforms import (
+    check_transform_around,
+    innermost_transform,
+    left_to_transform,
+    transforms_beside_hooks,
+)
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
@@ -60,7 +65,7 @@ class _CallFollower:
         calls: The calls so far, as far as they are known when they begin.
         fixed: Storages of parameters and buffers, by the recorder's numbers.
         loops: How many loops have begun.
-        looped: The names of the modules that loops called.
+        untraced: The names of the modules that loops called, or code inside of a transform of torch.func.
         parameter_names: The names of parameters, by storage.
     """
 
@@ -75,7 +80,7 @@ class _CallFollower:
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
         self.loops = 0
         self.inside_loops = 0
-        self.looped: set[str] = set()
+        self.untraced: set[str] = set()
         self.fixed = frozenset(number for tensor in _named(model) for number in log.storages(tensor))
         named = model.named_parameters()
         self.parameter_names = {number: name for name, one in named for number in log.storages(one)}
@@ -125,8 +130,9 @@ class _CallFollower:
     ) -> object:
         self.thread.check_here(named(name))
         check_transform_around(named(name))
-        if self.inside_loops:
-            self.looped.add(name)
+        # A region inside of `vmap` or `jvp` cannot be recomputed once the transform is over: its caller may be one.
+        if self.inside_loops or innermost_transform() is not None:
+            self.untraced.add(name)
             return function(*args, **kwargs)
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:
@@ -260,7 +266,7 @@ def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: Allocat
         allocations=allocations,
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
         loops=own.loops,
-        looped=frozenset(own.looped),
+        untraced=frozenset(own.untraced),
         parameters={numbers[storage]: name for storage, name in own.parameter_names.items()},
     )
 

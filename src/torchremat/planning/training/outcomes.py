@@ -20,7 +20,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.untouched import gradient_leaves
+from torchremat.measuring.untouched import frees_gradient, gradient_leaves
 from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
 from torchremat.planning.peers.peers import Peers
@@ -60,6 +60,8 @@ def outcome_of(subject: Subject) -> Outcome:
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
             gradient = released.get(id(leaf)) if leaf.grad is None else _copied(leaf.grad)
+            if gradient is None and frees_gradient(leaf):
+                gradient = _copied(torch.zeros_like(leaf))  # none has come; others have begun as zeros
             if gradient is not None:
                 outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = gradient
         for model in subject.models:
