@@ -203,6 +203,32 @@ def test_a_plan_for_the_optimizer_is_silent_and_its_steps_too():
     assert scope.checks._soundings.measured[0] == 2
 
 
+def test_state_that_was_read_out_of_a_store_is_not_blamed_on_the_optimizer():
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    torchremat.plan(
+        model, step, budget="min", cost="flops", optimizer=optimizer, optimizer_store=torchremat.Host()
+    ).apply(model)
+    assert told(model, optimizer, steps=1) == []
+    copy.deepcopy(optimizer.state_dict())
+
+    (said,) = told(model, optimizer, steps=1)
+
+    assert "State that waits in a store has been read since the last step" in said
+
+
+@pytest.mark.filterwarnings("ignore::torchremat.BudgetWarning")  # the copies count
+def test_parameters_that_are_no_leaves_are_looked_at_in_silence():
+    # torch warned of their `.grad`, from a line of this library.
+    model = planned(sgd, budget="min")
+    optimizer = sgd(model.parameters())
+    for _ in range(3):
+        computed = {name: one * 1.0 for name, one in model.named_parameters()}
+        torch.func.functional_call(model, computed, (X,)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_plans_that_a_guard_makes_are_its_own_affair():
     model, failures = Net(), [True, False]
     optimizer = AdamW(model.parameters())

@@ -94,9 +94,14 @@ def bytes_before(
     state = [one for own in optimizers for one in cast("dict[Tensor, object]", own.state).values()]
     return BytesBefore(
         parameter_bytes=bytes_of([*parameters, *others]),
-        gradient_bytes=bytes_of([*(leaf.grad for leaf in leaves), *unreduced_gradients(modules).values()]),
+        gradient_bytes=bytes_of([*map(_gradient_of, leaves), *unreduced_gradients(modules).values()]),
         buffer_bytes=bytes_of(one for module in modules for one in module._buffers.values()),
         optimizer_bytes=bytes_of(state),
         input_bytes=bytes_of(inputs),
         communication_bytes=communication_bytes(modules, device),
     )
+
+
+def _gradient_of(tensor: Tensor) -> Tensor | None:
+    # In a `functional_call` the parameters of a module may be no leaves, whose gradient torch warns of.
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None

@@ -23,6 +23,7 @@ from torchremat._compat.transforms import is_transformed
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.optimizers import steps_alone
+from torchremat.optimizing.partial_steps import steps_in_parts
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.training.conditions import Conditions, InputSizes, conditions_of
 from torchremat.planning.training.sounded import Soundings
@@ -162,7 +163,13 @@ class Checks:
                 else "the plan was made without an optimizer"
             )
             optimizers = self._trained.optimizers
-            if len(optimizers) == 1 and steps_alone(optimizers[0]):
+            parts = [found for one in optimizers if (found := steps_in_parts(one)) is not None]
+            if any(one.mover is not None for one in parts):
+                advice = (
+                    "State that waits in a store has been read since the last step, as for a checkpoint, and is in "
+                    "memory until the next one."
+                )
+            elif len(optimizers) == 1 and steps_alone(optimizers[0]):
                 advice = (
                     "Plan with the optimizer that trains, `optimizer=`; if you did, it got more state in its first "
                     "steps than by its own step, as from a wrapper around it: plan after these."
