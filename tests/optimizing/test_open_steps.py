@@ -37,7 +37,7 @@ def _reset(model, optimizer):
 
 
 def _load(model, optimizer):
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optim.AdamW(model.parameters(), lr=1e-2).state_dict())
 
 
 BETWEEN = {
@@ -66,6 +66,20 @@ def test_what_a_plain_step_would_read_may_not_change_before_it(change, words):
 
     with pytest.raises(UnsupportedError, match=words + r".*between a backward.*and AdamW.step\(\)"):
         optimizer.step()
+
+
+def test_what_another_loss_has_stepped_on_is_told_before_it_is_saved():
+    """A generator's loss goes through its discriminator, and steps on it: in silence, if no other step came."""
+    judge, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizer = optim.SGD(judge.parameters(), lr=0.1)
+    release_gradients(judge, optimizer)
+
+    judge(maker(torch.ones(2, 4))).sum().backward()
+
+    with pytest.raises(UnsupportedError, match=r"state_dict\(\): a backward has released gradients"):
+        optimizer.state_dict()
+    optimizer.step()
+    optimizer.state_dict()
 
 
 class Late(nn.Module):

@@ -25,7 +25,7 @@ _STORED = -1  # in place of the id
 
 
 class _Stepped(NamedTuple):
-    """A parameter that has stepped; and, once its part is over, what must be there at `step()`."""
+    """A parameter that has stepped; and, once its gradient is released, what must be there at `step()`."""
 
     parameter: Tensor
     version: int

@@ -100,6 +100,7 @@ class PartialSteps:
         self._optimizer = ref(optimizer)
         self._before_step = optimizer.register_step_pre_hook(self._before)
         self._after_step = optimizer.register_step_post_hook(self._after)
+        self._before_saving = optimizer.register_state_dict_pre_hook(self._check_saving)
         self._lock = threading.RLock()
         self._open_step: OpenStep | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -117,7 +118,15 @@ class PartialSteps:
     def check_closed(self, asked: str) -> None:
         """Raise an UnsupportedError if a part of a step was made, and the user's `step()` has not ended it."""
         if self._open_step:
-            raise UnsupportedError(f"{asked}: a backward has released gradients. Call `optimizer.step()` first.")
+            raise UnsupportedError(
+                f"{asked}: a backward has released gradients. Call `optimizer.step()` first; or, if it was the "
+                "backward of another optimizer's loss, load a checkpoint, and keep that loss out of these parameters "
+                "by `requires_grad_(False)`."
+            )
+
+    def _check_saving(self, _: Optimizer) -> None:
+        # The loss of another optimizer may have gone through these parameters, and no `step()` of this one follows.
+        self.check_closed("state_dict()")
 
     @property
     def _moves(self) -> bool:
@@ -137,6 +146,7 @@ class PartialSteps:
         if self.release is self.mover is None and not self.keepers and optimizer is not None:
             self._before_step.remove()
             self._after_step.remove()
+            self._before_saving.remove()
             _all.pop(optimizer, None)
 
     def step(self, parameters: Sequence[Tensor], released: Callable[[Tensor], Tensor] | None = None) -> None:
