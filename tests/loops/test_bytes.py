@@ -240,6 +240,8 @@ def test_a_step_that_draws_keeps_the_state_of_its_generator(carries):
         return (h * noisy.w).sin(), None
 
     noisy.body = draws
+    body = quiet.body
+    quiet.body = lambda h, x: body(h, x)  # an object of data alone is an input, and one with a function is none
     plain_bytes, plain = quiet.peak_bytes(budget=carries * CARRY)
     peak_bytes, schedule = noisy.peak_bytes(budget=carries * CARRY + 40 * 5056)
 

@@ -260,10 +260,24 @@ class Looking(EagerMode):
                 if written.layout is torch.strided:
                     storage = written.untyped_storage()
                     came_in = parameter_in(storage)
-                    also = [came_in] if came_in is not None and id(came_in) in self._stored else []
+                    is_seen = came_in is not None and id(came_in) in self._stored and not _undoing
+                    also = [came_in] if is_seen else []
                     for one in (*self._watched.get(address_of(storage), ()), *also):
                         self.seen[id(one)] = one
                         self._copies.add(one)
+
+
+_undoing: list[None] = []
+
+
+@contextmanager
+def undoing() -> Generator[None]:
+    """Say that the block itself undoes what it writes to parameters: those of stores are not to be copied for it."""
+    _undoing.append(None)
+    try:
+        yield
+    finally:
+        _undoing.pop()
 
 
 def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:

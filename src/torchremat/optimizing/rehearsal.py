@@ -17,6 +17,7 @@ from torch import Tensor
 from torchremat._compat.autograd import preserved_versions
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
+from torchremat.measuring.writes import undoing
 from torchremat.state.containers import copied, make
 from torchremat.tensors.parts import parts_of
 
@@ -115,7 +116,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
     whole = [one for one in (*parameters, *held) if isinstance(one, Tensor)]
     tensors = [part for one in whole for part in parts_of(one)]
     contents = [(one, copied(one)) for one in held if isinstance(one, _HOLDERS)]
-    with torch.no_grad(), preserved_versions((*whole, *tensors)):
+    with torch.no_grad(), preserved_versions((*whole, *tensors)), undoing():
         put_back = [_copied(one) for one in tensors]
         try:
             yield
