@@ -259,9 +259,8 @@ class Looking(EagerMode):
             for written in chain.from_iterable(map(parts_of, written_by(op_info.writes, args, kwargs))):
                 if written.layout is torch.strided:
                     storage = written.untyped_storage()
-                    came_in = parameter_in(storage)
-                    is_seen = came_in is not None and id(came_in) in self._stored and not _undoing
-                    also = [came_in] if is_seen else []
+                    came_in = None if _undoing else parameter_in(storage)
+                    also = [came_in] if came_in is not None and id(came_in) in self._stored else []
                     for one in (*self._watched.get(address_of(storage), ()), *also):
                         self.seen[id(one)] = one
                         self._copies.add(one)
