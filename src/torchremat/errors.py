@@ -28,7 +28,8 @@
     RepeatWarning          (UserWarning)   modules that are not recomputed, as that would not repeat their forward
     StoreWarning           (UserWarning)   a store without room, or one that takes more than it should
 
-`bug` makes the error for states that cannot occur, and `warn` warns at a line of user code.
+`bug` makes the error for states that cannot occur, `warn` warns at a line of user code, and `first_of` shortens names
+for messages.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from torchremat.state.backups import SMALL_BYTES
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.world import World
-from torchremat.stores.parameter_moves import MemoryWatch, memory_watched
+from torchremat.stores.parameter_moves import memory_watched
 from torchremat.stores.stored_parameters import StoredParameter, parameter_in
 from torchremat.tensors.copies import same_bits
 from torchremat.tensors.parts import is_wrapper, parts_of
@@ -134,7 +134,6 @@ class Writes:
         Raises:
             StepError: A tensor was written that is not copied.
         """
-        watch = MemoryWatch()
         try:
             with memory_watched() as watch:
                 yield

@@ -29,7 +29,7 @@ class _Stepped(NamedTuple):
 
     parameter: Tensor
     version: int
-    state: _State | None = None
+    state: _State = ()
     gradient: Tensor | None = None
 
 
@@ -137,7 +137,7 @@ class OpenStep:
                 yield f"the gradient of {name} was dropped or replaced"
             if parameter._version != one.version:
                 yield f"{name} was written"
-            if one.state is not None and not _is_state(one.state, _state_of(optimizer, parameter)):
+            if not _is_state(one.state, _state_of(optimizer, parameter)):
                 yield f"the state of {name} was changed"
 
     def _check_options(self, groups: Mapping[int, Group]) -> None:
