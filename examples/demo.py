@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -113,10 +113,13 @@ class Run:
     def finish(self, rows: Tensor) -> None:
         """Keep the parameters, then measure one step more: the optimizer has its state by now."""
         self.parameters = [p.detach().clone() for p in self.model.parameters()]
+        self.optimizer.zero_grad()
         self.measured = torchremat.measure(self.model, partial(loss_of, rows), optimizer=self.optimizer)
+        loss_of(rows, self.model).backward()
+        gradient_bytes = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
         with record_allocations(self.measured.device) as recorder:
             self.optimizer.step()
-        self.optimizer_peak_bytes = self.measured.before_bytes + recorder.trace.peak_bytes
+        self.optimizer_peak_bytes = self.measured.before_bytes + gradient_bytes + recorder.trace.peak_bytes
 
 
 # What lowers the part of a step that no recompute lowers.
@@ -208,10 +211,17 @@ def table_of(runs: list[Run], title: str) -> Table:
     return table
 
 
+def begin(progress: Progress, name: str, total: int) -> TaskID:
+    """Begin a phase, which a line tells where no bar is drawn until the end."""
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}, {total} in all")
+    return progress.add_task(name, total=total)
+
+
 def train_and_measure(sizes: Sizes, progress: Progress) -> list[Run]:
     """The finished runs, the plain one first."""
     batches = draw_batches(read_text(), sizes)
-    task = progress.add_task("profile and plan", total=2 + len(SHARES) + len(LOWERED))
+    task = begin(progress, "profile and plan", 2 + len(SHARES) + len(LOWERED))
     planner = planner_for("plain", batches[0], sizes)
     progress.advance(task)
     plans: dict[str, torchremat.Plan | None] = {"plain": None}
@@ -225,12 +235,12 @@ def train_and_measure(sizes: Sizes, progress: Progress) -> list[Run]:
         progress.advance(task)
 
     runs = [make_run(name, plan, sizes) for name, plan in plans.items()]
-    task = progress.add_task("train", total=len(batches) * len(runs))
+    task = begin(progress, "train", len(batches) * len(runs))
     for rows in batches:
         for run in runs:
             run.train(rows)
             progress.update(task, advance=1, description=f"train, loss {run.losses[-1]:.3f}")
-    task = progress.add_task("measure", total=len(runs))
+    task = begin(progress, "measure", len(runs))
     for run in runs:
         run.finish(batches[0])
         progress.advance(task)

@@ -46,6 +46,12 @@ def test_it_ends_well_and_writes_its_files(ended):
         assert torchremat.Plan.load(ended.out / f"plan-{share}.json").budget == f"{share}%"
 
 
+def test_each_phase_is_told_where_no_bar_is_drawn(ended):
+    told = [line.partition(",")[0] for line in ended.printed.splitlines() if line.endswith("in all")]
+
+    assert told == ["profile and plan", "train", "measure"]
+
+
 def test_a_wrong_bit_is_found_and_said(ended, tmp_path, capsys, monkeypatch):
     def damaged(run):
         first, second, *losses = run.losses

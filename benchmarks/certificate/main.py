@@ -15,6 +15,7 @@ from _tables import MIB, bar, markdown, mib, publish
 
 import models
 import torchremat
+from torchremat.planning.bounds.plain_step import PlainStep
 from torchremat.schedules.bounds import lower_bound
 
 # Budgets in MiB beside what lies there before a step, and how far from the best a plan may be at each, in percent.
@@ -49,6 +50,7 @@ def certified(make: Make, budgets: list[int], cost: str, rounds: int) -> list[di
 def certified_once(make: Make, budgets: list[int], cost: str) -> list[dict[str, object]]:
     planner = torchremat.Planner(*make(), cost=cost)
     before = planner.fixed_bytes
+    assert isinstance(planner.plain_step, PlainStep)  # which no plan for bytes runs
     plans = [planner.plan(before + size) for size in budgets if before + size >= planner.floor_bytes]
     return [
         {

@@ -24,6 +24,7 @@ import decoders
 import mixtures
 import models
 import torchremat
+from torchremat.planning.bounds.plain_step import PlainStep
 
 SIZES = {"blocks": 8, "width": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}
 BATCH, CONTEXT = 4, 256
@@ -184,6 +185,7 @@ def at_share(make: Make, plain: Taken, planner: torchremat.Planner) -> dict[str,
     budget = plain.before_bytes + int(SHARE * plain.step_bytes)
     if budget < planner.floor_bytes:
         return None
+    assert isinstance(planner.plain_step, PlainStep)  # which no plan for bytes runs
     plan = planner.plan(budget)
     differs = differing(computed(*with_plan(make, plan)), computed(*make()))
     certificate = None if plan.certificate is None else plan.certificate.claim

@@ -89,9 +89,7 @@ def _in_regions(model: nn.Module, blocks: list[nn.Module]) -> Callable[[], None]
 
 
 def taken(model: nn.Module, step: Step) -> tuple[float, float, dict[str, int]]:
-    """Milliseconds of the device and of the host, and bytes by its counters, of a step with gradients there."""
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one) if one.grad is None else one.grad.zero_()
+    """Milliseconds of the device and of the host, and bytes by its counters; the step's gradients are dropped."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -103,6 +101,7 @@ def taken(model: nn.Module, step: Step) -> tuple[float, float, dict[str, int]]:
     host_s = time.perf_counter() - start_s
     torch.cuda.synchronize()
     counted = torch.cuda.memory_stats()
+    model.zero_grad()
     return (
         begins.elapsed_time(ends),
         1e3 * host_s,

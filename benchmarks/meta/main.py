@@ -21,6 +21,7 @@ import decoders
 import models
 import torchremat
 from torchremat import Device, Planner
+from torchremat.planning.bounds.plain_step import PlainStep
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -64,6 +65,7 @@ def compared(model, step) -> dict[str, object]:
         real.save_device(path)
         saved = Device.load(path)
     meta = Planner(model, step, cost="flops", on="meta", device=saved)
+    assert isinstance(real.plain_step, PlainStep)  # which no plan for bytes runs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchremat.DeviceWarning)
         blind = Planner(model, step, cost="flops", on="meta", device=replace(saved, kernels={}))

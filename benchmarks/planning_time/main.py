@@ -89,7 +89,7 @@ def planning_round(planner: torchremat.Planner, cost: str) -> dict[str, float]:
     def plan(share: float) -> None:
         plans.append(planner.plan(max(planner.floor_bytes, before + int(share * (plain - before)))))
 
-    vars(planner).pop("plain_step", None)
+    vars(planner).pop("_plain_step", None)
     seconds = {"operators": timed(anew)}
     # One more step under a log, which shows what backward reads: for the certificates of all plans.
     seconds["logged step"] = timed(lambda: planner.plain_step)

@@ -119,7 +119,7 @@ def ways_of(setting: Setting) -> dict[str, tuple[nn.Module, Callable[[Tensor], o
 
 
 def peaks_of(setting: Setting) -> dict[str, list[int]]:
-    """The allocator's peak of every step, gradients of zeros there before."""
+    """The allocator's peak of every step; none begins with gradients."""
     ours, plain = setting.model(), setting.model()
     adaptive = setting.adaptive(ours)
     batches = [setting.tokens(length) for length in setting.lengths()]
@@ -134,9 +134,7 @@ def peaks_of(setting: Setting) -> dict[str, list[int]]:
 
 
 def peak(model: nn.Module, run: Callable[[Tensor], object], tokens: Tensor) -> int:
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    model.zero_grad()
     before = bytes_before(models=[model], leaves=list(model.parameters()), optimizers=[], inputs=[tokens], device=CPU)
     with record_allocations(CPU) as recorder:
         run(tokens)

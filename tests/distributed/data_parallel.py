@@ -127,7 +127,8 @@ def begun(model):
 
 def planned(model):
     x = batch(dist.get_rank(), 0)
-    plan = torchremat.plan(model, lambda model: model(x).square().sum(), budget="min", cost="flops", operators=False)
+    options = {"cost": "flops", "operators": False, "accumulates": True}
+    plan = torchremat.plan(model, lambda model: model(x).square().sum(), budget="min", **options)
     plan.apply(model)
     return model
 

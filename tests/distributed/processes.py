@@ -36,8 +36,9 @@ def run_all(cases, folder, world=WORLD):
             name, words = json.loads(line)
             told[name].append(words if words.startswith(_SKIPPED) else words and f"process {rank}: {words}")
     ends = [one.exitcode for one in processes]
+    crashes = [(folder / f"{rank}.crash").read_text() for rank in range(world)]
     return {
-        name: "\n".join(filter(None, found)) if len(found) == world else _lost(found, ends)
+        name: "\n".join(filter(None, found)) if len(found) == world else _lost(found, ends, crashes)
         for name, found in told.items()
     }
 
@@ -49,12 +50,13 @@ def judge(words):
     assert not words, words
 
 
-def _lost(found, ends):
-    return "\n".join([f"not run by all processes, which ended with {ends}", *found])
+def _lost(found, ends, crashes):
+    return "\n".join([f"not run by all processes, which ended with {ends}", *filter(None, crashes), *found])
 
 
 def _work(cases, rank, folder, world):
-    faulthandler.enable()  # for one that dies in the middle of a case
+    crash = (folder / f"{rank}.crash").open("w")
+    faulthandler.enable(crash)  # for one that dies in the middle of a case
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error")

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchremat
-from interop.trainers import Lit, Small, fit, layers, llama, train, whole
+from interop.trainers import Lit, Small, Tokens, Unshuffled, fit, layers, llama, train, whole
 from torchremat.interop.budgets import Budgeted, Training
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.planning.plan_options import PlanOptions
@@ -185,9 +185,44 @@ def sharded_by_fsdp2():
     check_row(row)
 
 
+def check_shapes(ours, plain):
+    """One process decides for both, and logs."""
+    assert ours == plain
+    assert ours.is_bare
+    assert plain.recomputed == 0 < ours.recomputed
+    assert len(ours.logged) == (dist.get_rank() == 0)
+    for row in ours.logged:
+        check_row(row)
+
+
+def transformers_trainer_with_shapes():
+    # Of the other lengths that each process has, the longest counts.
+    options = {"kind": Unshuffled, "max_steps": 3, "ddp_find_unused_parameters": False}
+    with launched() as folder:
+        data = Tokens(24, 64, 64, 40, 40, 64, count=24)
+        plain = train(folder, data=data, **options)
+        callback = torchremat.interop.transformers.MemoryBudget("1.2MB", shapes=True, **QUICK)
+        ours = train(folder, [callback], data=data, **options)
+
+        check_shapes(ours, plain)
+
+
+def lightning_trainer_with_shapes():
+    with launched() as folder:
+        options = {"sizes": (32, 128, 64, 96), "devices": 2}
+        plain = fit(folder, strategy=DDPStrategy(process_group_backend="gloo"), **options)
+        # A hundred kilobytes more than needed: the recorder of the CPU does not see that the last gradients are freed.
+        callback = torchremat.interop.lightning.MemoryBudget("1.6MB", shapes=True, **QUICK)
+        ours = fit(folder, [callback], strategy=DDPStrategy(process_group_backend="gloo"), **options)
+
+        check_shapes(ours, plain)
+
+
 CASES = {
     "transformers": transformers_trainer,
     "lightning": lightning_trainer,
+    "transformers with shapes": transformers_trainer_with_shapes,
+    "lightning with shapes": lightning_trainer_with_shapes,
     "transformers with fsdp2": transformers_trainer_with_fsdp2,
     "lightning with fsdp2": lightning_trainer_with_fsdp2,
     "accelerate": with_accelerate,

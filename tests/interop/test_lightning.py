@@ -9,6 +9,7 @@ from torch import nn
 import torchremat
 from interop.trainers import Lit, fit, layers, recomputes_of
 from optimizing.loops import equal
+from probes.regions import is_rehearsing
 
 MemoryBudget = torchremat.interop.lightning.MemoryBudget
 
@@ -53,6 +54,56 @@ def test_the_training_is_the_same_with_state_in_a_store(tmp_path):
     assert ours.is_bare
 
 
+class Noting(Lit):
+    """Notes whether there are gradients when a forward begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = []
+
+    def training_step(self, batch, batch_idx):
+        if not is_rehearsing():
+            self.begun.append(any(one.grad is not None for one in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+class LooksLate(Noting):
+    """Looks at the gradients of a step after the forward of the next one."""
+
+    def on_before_zero_grad(self, optimizer):
+        self.seen.append([None if one.grad is None else one.grad.sum().item() for one in self.parameters()])
+
+
+@pytest.mark.parametrize(("module", "are_late"), [(Noting, False), (LooksLate, True)])
+def test_gradients_are_dropped_before_the_forward_unless_somebody_looks_after_it(tmp_path, module, are_late):
+    plain = fit(tmp_path, module=module())
+    ours = fit(tmp_path, [budget("1GB")], module=module())
+
+    assert ours == plain
+    assert ours.model.seen == plain.model.seen
+    # Lightning drops them before the validation in the middle.
+    assert plain.model.begun == 2 * [False, True]
+    assert ours.model.begun == 2 * [False, are_late]
+    (row,), (lean,) = ours.logged, fit(tmp_path, [budget("1GB")]).logged
+    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    more_bytes = row["memory_measured_bytes"] - lean["memory_measured_bytes"]
+    # All but the one that was made last at the peak.
+    assert 0.99 * are_late * parameter_bytes <= more_bytes <= are_late * parameter_bytes
+
+
+class ComesLate(Noting):
+    def on_before_zero_grad(self, optimizer):
+        """Does not look at them."""
+
+
+def test_gradients_that_are_released_are_not_counted_for_who_may_look_late(tmp_path):
+    ours = fit(tmp_path, [budget("min", release_gradients=True)], module=ComesLate())
+    lean = fit(tmp_path, [budget("min", release_gradients=True)])
+
+    bytes_of = [[row["memory_measured_bytes"] for row in one.logged] for one in (ours, lean)]
+    assert len(bytes_of[0]) == 1 and bytes_of[0] == bytes_of[1]
+
+
 class Scheduled(Lit):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -65,17 +116,17 @@ BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 
 
 @pytest.mark.parametrize(
-    ("options", "releases", "freed"),
+    ("options", "releases"),
     [
-        ({}, True, 1),
-        (BY_VALUE, "auto", 1),
-        ({"precision": "bf16-mixed"}, "auto", 1),
-        (TWO, "auto", 0),
-        ({**TWO, **BY_VALUE}, True, 0),
+        ({}, True),
+        (BY_VALUE, "auto"),
+        ({"precision": "bf16-mixed"}, "auto"),
+        (TWO, "auto"),
+        ({**TWO, **BY_VALUE}, True),
     ],
     ids=["plain", "clipped", "bf16", "accumulated", "both"],
 )
-def test_the_training_is_the_same_with_released_gradients(tmp_path, options, releases, freed):
+def test_the_training_is_the_same_with_released_gradients(tmp_path, options, releases):
     options = {"max_steps": 10, "val_check_interval": 8, **options}  # an epoch has 8 batches
     plain = fit(tmp_path, module=Scheduled(), **options)
     floor = fit(tmp_path, [budget("min")], module=Scheduled(), **options)
@@ -84,17 +135,14 @@ def test_the_training_is_the_same_with_released_gradients(tmp_path, options, rel
 
     assert ours == plain
     (row,), (least,) = ours.logged, floor.logged
-    parameter_bytes = sum(one.nbytes for one in ours.model.parameters())
+    block_bytes = sum(one.nbytes for one in ours.model.net[1].parameters())
     assert row["memory_predicted_bytes"] == row["memory_measured_bytes"]
-    # All gradients are there when the last of several backwards begins.
-    without_bytes = least["memory_measured_bytes"] - freed * parameter_bytes
-    if "precision" in options:
-        # On a CPU without instructions for bfloat16 the search finds its lowest tree 1% above that without a release.
-        assert ours.recomputed > 0
-        assert without_bytes <= row["memory_measured_bytes"] <= 1.02 * without_bytes
-    else:
-        assert ours.recomputed == floor.recomputed > 0
-        assert row["memory_measured_bytes"] == without_bytes
+    assert ours.recomputed > 0 < floor.recomputed
+    freed_bytes = least["memory_measured_bytes"] - row["memory_measured_bytes"]
+    if "accumulate_grad_batches" in options:  # all gradients are there when the last of several backwards begins
+        assert freed_bytes == 0
+    else:  # those of a block or two are there at the lowest peak without a release, as the kernels of the CPU need
+        assert 0.85 * block_bytes <= freed_bytes <= 2.15 * block_bytes
     assert ours.is_bare
     assert ours.trainer.gradient_clip_val == options.get("gradient_clip_val")
     assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in ours.model.parameters())
@@ -214,13 +262,13 @@ def test_code_that_reads_a_released_gradient_is_told(tmp_path):
     assert "Call `optimizer.step()` first" in told.value.__notes__[-1]
 
 
-def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):
-    needed = fit(tmp_path, [budget("100%")], sizes=(32, 128), max_steps=8).logged[-1]["memory_measured_bytes"]
+def test_once_a_larger_batch_comes_each_size_has_a_plan(tmp_path):
+    needed = fit(tmp_path, [budget("1GiB")], sizes=(128,), max_steps=1).logged[0]["memory_measured_bytes"]
     plain = fit(tmp_path, sizes=(32, 128), max_steps=8)
     ours = fit(tmp_path, [budget(int(0.75 * needed))], sizes=(32, 128), max_steps=8)
 
     assert ours == plain
-    assert [row["step"] for row in ours.logged] == [0, 4]
+    assert [row["step"] for row in ours.logged] == [0, 8]
     assert ours.logged[0]["memory_slowdown"] == 1 < ours.logged[1]["memory_slowdown"]
 
 
@@ -398,6 +446,7 @@ def test_what_fabric_has_set_up_is_planned_and_trains_the_same(precision):
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
     assert recomputed.value > 0
     if precision == "bf16-mixed":  # Fabric looks after its backward as before
+        optimizer.zero_grad()
         with pytest.raises(RuntimeError, match=r"fabric\.backward"):
             loss_of(ours, batches[0]).backward()
 

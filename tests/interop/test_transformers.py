@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import torchremat
-from interop.trainers import Small, Tokens, llama, train
+from interop.trainers import Small, Tokens, Unshuffled, llama, train
 from optimizing.loops import equal
 from torchremat import Disk
+from torchremat.tensors.sizes import format_bytes
 
 MemoryBudget = torchremat.interop.transformers.MemoryBudget
 
@@ -61,6 +62,50 @@ def test_the_training_is_the_same_within_the_budget(tmp_path, options, model):
     for one, name in ((plain, "plain"), (ours, "ours")):
         one.model.save_pretrained(tmp_path / name)
     assert folder(tmp_path / "ours") == folder(tmp_path / "plain")
+
+
+class Looking(TrainerCallback):
+    def __init__(self, callback):
+        self.callback, self.seen = callback, []
+
+    def on_step_end(self, *_, **__):
+        self.seen.append(self.callback.plan)
+
+
+def test_the_callback_says_what_it_does_and_shows_its_plan(tmp_path, capfd):
+    callback = budget("75%")
+    looking = Looking(callback)
+
+    ours = train(tmp_path, [callback, looking])
+
+    assert looking.seen
+    assert all(one is looking.seen[0] and one.recomputed_calls > 0 for one in looking.seen)
+    assert callback.plan is None
+    first, last = [line for line in capfd.readouterr().err.splitlines() if line.startswith("torchremat: ")]
+    assert first == "torchremat: planning for a budget of 75%, for batches up to this one: a few dozen of its steps"
+    measured = format_bytes(int(ours.logged[0]["memory_measured_bytes"]))
+    assert re.match(rf"torchremat: planned in \d+\.\d s and \d+ steps: {measured} measured, .* allowed; \d+", last)
+
+
+class Failing(TrainerCallback):
+    """Lets the backward of the third step fail at its end."""
+
+    def on_step_begin(self, _, state, *__, model, **___):
+        if state.global_step == 2:
+            next(model.parameters()).register_hook(self.fail)
+
+    def fail(self, _):
+        raise RuntimeError("out of memory")
+
+
+def test_a_backward_that_fails_in_the_middle_says_where_its_step_stands(tmp_path):
+    callbacks = [budget("min", release_gradients=True), Failing()]
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        train(tmp_path, callbacks, max_grad_norm=0)
+
+    notes = "\n".join(caught.value.__notes__)
+    assert re.search(r"a backward has failed when \d+ of \d+ parameters had made this step", notes)
 
 
 BELOW = {"release_gradients": True, "optimizer_store": Disk}
@@ -149,24 +194,53 @@ def test_a_training_that_needs_all_gradients_is_refused(tmp_path, releases):
         train(tmp_path, [budget("75%", release_gradients=releases)])
 
 
-class Unshuffled(Trainer):
-    """Rows as they come, the short ones first."""
-
-    def _get_train_sampler(self, *_):
-        return None
-
-
-def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):
+def test_once_a_larger_batch_comes_each_size_has_a_plan(tmp_path, capfd):
     data = {"data": Tokens(24, 64, 40, count=12), "kind": Unshuffled, "max_steps": 3}
     plain = train(tmp_path, **data)
     needed = train(tmp_path, [budget("100%")], **data).logged[-1]["memory_measured_bytes"]
+    capfd.readouterr()
     ours = train(tmp_path, [budget(int(0.8 * needed))], **data)
 
+    assert ours == plain and ours.is_bare
+    assert [row["step"] for row in ours.logged] == [0, 3]  # the first plan keeps everything
+    first, last = ours.logged
+    assert first["memory_slowdown"] == 1 < last["memory_slowdown"]
+    assert first["memory_measured_bytes"] < last["memory_measured_bytes"] <= last["memory_budget_bytes"]
+    assert capfd.readouterr().err.count("planned in") == 1
+
+
+class Hiding(Small):
+    """A model that needs more where a token says so, which no size of a batch shows."""
+
+    def forward(self, input_ids, labels=None):
+        found = super().forward(input_ids, labels)
+        if (input_ids == 63).any():
+            found["loss"] = found["loss"] + 0 * torch.ones(300_000, requires_grad=True).exp().sum()
+        return found
+
+
+def test_a_step_above_the_budget_is_warned_of_and_the_training_goes_on(tmp_path):
+    tokens = Tokens(24, 40, 56, 64, 80, count=20)
+    tokens.rows = [row.clamp(max=62) for row in tokens.rows]
+    tokens.rows[-1][0] = 63
+    data = {"data": tokens, "kind": Unshuffled, "max_steps": 5}
+    plain = train(tmp_path, model=Hiding(), **data)
+    needed = train(tmp_path, [budget("100%")], model=Hiding(), **data).logged[0]["memory_measured_bytes"]
+
+    with pytest.warns(torchremat.BudgetWarning, match=r"was measured at .* above the budget"):
+        ours = train(tmp_path, [budget(int(3 * needed))], model=Hiding(), **data)
+
     assert ours == plain
-    assert [row["step"] for row in ours.logged] == [0, 1]  # the first plan keeps everything
+
+
+def test_a_share_is_of_the_largest_batch_so_far(tmp_path):
+    data = {"data": Tokens(24, 64, 40, count=12), "kind": Unshuffled, "max_steps": 3}
+    ours = train(tmp_path, [budget("80%")], **data)
+
+    assert ours == train(tmp_path, **data)
+    assert [row["step"] for row in ours.logged] == [0, 1]
     first, second = ours.logged
-    assert first["memory_slowdown"] == 1 < second["memory_slowdown"]
-    assert first["memory_measured_bytes"] < second["memory_measured_bytes"] <= second["memory_budget_bytes"]
+    assert first["memory_budget_bytes"] < second["memory_measured_bytes"] <= second["memory_budget_bytes"]
 
 
 def test_each_shape_has_a_plan(tmp_path):

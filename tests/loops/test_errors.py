@@ -200,3 +200,29 @@ def test_an_error_of_the_body_leaves_nothing():
         loop(body, h0, torch.arange(5.0), slots=2)
 
     assert loop(good, h0, length=5, slots=2)[0].shape == (3,)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("transform", [torch.func.jacrev, lambda step: torch.func.hessian(lambda x: step(x).sum())])
+def test_what_a_body_closes_over_goes_into_the_carry_under_jacrev(transform):
+    weight, x = torch.randn(3, 3), torch.randn(3)
+
+    def plain(x):
+        h = x
+        for _ in range(4):
+            h = torch.tanh(h @ weight * x.sum())
+        return h
+
+    def closing(x):
+        return loop(lambda h, _: (torch.tanh(h @ weight * x.sum()), None), x, length=4, slots=2)[0]
+
+    def carrying(x):
+        def body(carry, _):
+            h, x = carry
+            return (torch.tanh(h @ weight * x.sum()), x), None
+
+        return loop(body, (x, x), length=4, slots=2)[0][0]
+
+    with pytest.raises(UnsupportedError, match=r"Pass them as arguments \(of a `torchremat.loop`: in its carry\)"):
+        transform(closing)(x)
+    assert torch.equal(transform(carrying)(x), transform(plain)(x))

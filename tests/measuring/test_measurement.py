@@ -57,7 +57,7 @@ class Custom(nn.Module):
 
 
 def test_six_linears_with_gelu_by_hand():
-    # B = 1024, width 512, float32. A Linear has 512*512 + 512 numbers: 1,050,624 B; gradients the same again.
+    # B = 1024, width 512, float32. A Linear has 512*512 + 512 numbers: 1,050,624 B.
     # Kept: each GELU saves its input (6), each Linear but the first saves the GELU's output before it (5); 2 MiB each,
     # and the loss, 4 B. The last output is not saved by `sum`.
     #
@@ -71,10 +71,11 @@ def test_six_linears_with_gelu_by_hand():
     measured = measure(model, lambda model: model(x).sum())
 
     assert measured.source == "allocator"
-    assert measured.parameter_bytes == measured.gradient_bytes == 6 * 1_050_624
+    assert measured.parameter_bytes == 6 * 1_050_624
+    assert measured.gradient_bytes == 0
     assert measured.input_bytes == 2 * MIB
     assert measured.buffer_bytes == measured.optimizer_bytes == 0
-    assert measured.before_bytes == 12 * 1_050_624 + 2 * MIB
+    assert measured.before_bytes == 6 * 1_050_624 + 2 * MIB
     assert measured.kept_bytes == measured.tracker_kept_bytes == 11 * 2 * MIB + 4
     assert measured.tracker_peak_bytes - measured.before_bytes == 8 + 10 * 2 * MIB + 2 * MIB + 2 * MIB + MIB + 2048
     assert measured.peak_bytes - measured.before_bytes == 8 + 11 * 2 * MIB + 2 * MIB + 2 * MIB
@@ -152,9 +153,9 @@ def test_the_timeline_of_a_small_step():
     assert " ".join(moments) == (
         # The Linear's output; the tanh's; the first is dropped by Sequential's loop; the loss.
         "f:0:128 f:1:256 f:Sequential:128 f:-:132 "
-        # Gradient of the loss; the tanh's, and its output goes; the weight's, and it is added to the one there is;
-        # the gradient of the loss. The loss itself belongs to the caller.
-        "b:-:136 b:1:264 b:1:136 b:0:392 b:0:264 b:0:8 b:0:4"
+        # Gradient of the loss; the tanh's, and its output goes; the weight's, which stays; the tanh's goes, and that of
+        # the loss. The loss itself belongs to the caller.
+        "b:-:136 b:1:264 b:1:136 b:0:392 b:0:264 b:0:260"
     )
     assert line.live_bytes.max() == measured.peak_bytes
     assert line.phase_at(line.peak_at) == "backward"
@@ -181,7 +182,7 @@ def test_bytes_before_the_step_by_storage(x_requires_grad: bool):
     step(model).backward()
     optimizer.step()
     optimizer.zero_grad()
-    measured = measure(model, step, optimizer=optimizer)
+    measured = measure(model, step, optimizer=optimizer, accumulates=True)
 
     assert measured.parameter_bytes == 48 + 16 + 16
     assert measured.gradient_bytes == 48 + 16 + 16 + (600 if x_requires_grad else 0)
@@ -331,7 +332,7 @@ def test_a_step_without_arguments_is_measured_with_the_model_it_holds():
 
     measured = measure(lambda: {"loss": model(x).sum()})
 
-    assert measured.parameter_bytes == measured.gradient_bytes == 36
+    assert measured.parameter_bytes == 36
     assert measured.input_bytes == 128
     assert "Linear" in measured.timeline.names
     assert model.weight.grad is None
@@ -342,9 +343,31 @@ def test_a_step_without_any_module():
 
     measured = measure(lambda: (w * w).sum())
 
-    assert measured.parameter_bytes == 0
-    assert measured.input_bytes == measured.gradient_bytes == 32
+    assert measured.parameter_bytes == measured.gradient_bytes == 0
+    assert measured.input_bytes == 32
     assert w.grad is None
+
+
+@pytest.mark.parametrize(
+    ("made", "accumulates", "before_bytes"), [(0, False, 0), (1, False, 36), (0, True, 36), (2, True, 36)]
+)
+def test_gradients_count_from_where_the_loop_has_them(made, accumulates, before_bytes):
+    # A weight of 8 numbers and a bias. All of them were counted before each step.
+    model, x = nn.Linear(8, 1), torch.randn(4, 8)
+
+    def step(model):
+        return model(x).sum()
+
+    for _ in range(made):
+        step(model).backward()
+    had = [one.grad for one in model.parameters()]
+
+    measured = measure(model, step, accumulates=accumulates)
+
+    assert measured.gradient_bytes == before_bytes
+    assert all(one.grad is grad for one, grad in zip(model.parameters(), had, strict=True))
+    # At the end: the gradients, and the loss.
+    assert measured.timeline.live_bytes[-1] == 36 + 36 + x.nbytes + 4
 
 
 @pytest.mark.parametrize(
@@ -448,12 +471,12 @@ def test_a_measurement_reads_as_a_table():
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU())
     x = torch.randn(1024, 512)
 
-    # 4 MiB before the step; in the GELU's backward its input, its gradient, and a copy of the gradient that arrives.
+    # 3 MiB before the step; in the GELU's backward its input, its gradient, and a copy of the gradient that arrives.
     lines = str(measure(model, lambda model: model(x).sum())).splitlines()
 
-    assert lines[0].split()[:3] == ["peak", "10.00", "MiB"]
+    assert lines[0].split()[:3] == ["peak", "9.00", "MiB"]
     assert lines[0].endswith("(allocator, cpu)")
-    assert lines[1] == ("  before the step     4.00 MiB  parameters 1.00 MiB, gradients 1.00 MiB, inputs 2.00 MiB")
+    assert lines[1] == "  before the step     3.00 MiB  parameters 1.00 MiB, inputs 2.00 MiB"
     assert [line.split("  ")[0].strip() or line.split()[0] for line in lines[3:]] == [
         "kept by forward",
         "time",

@@ -77,7 +77,7 @@ def test_gradients_are_zeros_of_the_same_layout_inside():
     model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
     frozen = nn.Linear(2, 2).requires_grad_(False)
 
-    with untouched([model, frozen]):
+    with untouched([model, frozen], accumulates=True):
         assert model.weight.grad is not None
         assert model.weight.grad.stride() == model.weight.stride()
         assert not model.weight.grad.any()

@@ -156,7 +156,7 @@ def test_the_predicted_peak_is_the_measured_one(way, kind, optimizer, begun):
     assert equal(before, [*model.parameters(), steps_on.state_dict()["state"]])
     plan.apply(model)
     train(model, steps_on, loss_of, 2)
-    assert measured_peak(kind, model, steps_on, keeps_gradients=not releases) == plan.peak_bytes
+    assert measured_peak(kind, model, steps_on) == plan.peak_bytes
     plain, plain_steps_on, _ = made(kind, optimizer, steps=begun + 3)
     assert equal([*model.parameters()], [*plain.parameters()])
     plan.remove(model)
@@ -284,9 +284,10 @@ def test_a_frontier_goes_below_the_plain_floor(plainly):
         model, loss_of, optimizer=optimizer, points=6, release_gradients="auto", optimizer_store=Disk()
     )
 
-    state_bytes = 3 * sum(one.nbytes for one in model.parameters())  # with the gradients
+    state_bytes = 2 * sum(one.nbytes for one in model.parameters())
     assert found.points[0] == plain.points[0]
-    assert found.floor.peak_bytes <= plain.floor.peak_bytes - 0.9 * state_bytes
+    # Some of the state stays, and some gradients were there at the peak.
+    assert found.floor.peak_bytes <= plain.floor.peak_bytes - 1.05 * state_bytes
     assert "floor  gradients released, state stored" in str(found)
     plan = found.plan(found.floor)
     assert plan.stepping == found.floor.stepping and plan.peak_bytes == found.floor.peak_bytes
@@ -473,16 +474,16 @@ def test_each_shape_of_adaptive_has_released_gradients():
 
     batches = [ROWS[:, :length] for length in (17, 33, 65, 33)]
     with pytest.raises(BudgetError, match="no plan fits"):
-        Adaptive(model, loss_of, budget="2900KiB", optimizer=optimizer)(batches[2])
+        Adaptive(model, loss_of, budget="2750KiB", optimizer=optimizer)(batches[2])
 
-    with Adaptive(model, loss_of, budget="2900KiB", optimizer=optimizer, release_gradients=True, cost="flops") as run:
+    with Adaptive(model, loss_of, budget="2750KiB", optimizer=optimizer, release_gradients=True, cost="flops") as run:
         for rows in batches:
             optimizer.zero_grad()
             run(rows)
             optimizer.step()
         peaks = [one.peak_bytes for one in run.plans]
 
-    assert max(peaks) <= 2900 * 1024 and min(peaks) > 3 * parameter_bytes
+    assert max(peaks) <= 2750 * 1024 and min(peaks) > 3 * parameter_bytes
     assert is_plain(model, optimizer)
     plain, steps_on, _ = made()
     for rows in batches:

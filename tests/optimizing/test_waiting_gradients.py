@@ -1,5 +1,7 @@
 """Gradients that wait for others and step together with them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn, optim
@@ -108,15 +110,61 @@ def raising(_):
     raise RuntimeError("out of memory")
 
 
-def test_a_backward_that_fails_after_a_part_says_so_at_the_next():
+@pytest.fixture
+def failed():
+    """A loop whose last backward has failed after a part, with the states to load before that."""
     loop = Loop(KINDS["AdamW"], released(0)).run(stop=2)
+    states = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="out of memory"):
         failing(loop.model).backward()
+    return loop, states
+
+
+STANDS = r"a backward has failed when 7 of 15 parameters had made this step .*load_state_dict\(\)` begins afresh"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda loop: loss_of(loop.model, 2).backward(),
+        lambda loop: loop.optimizer.step(),
+        lambda loop: loop.optimizer.state_dict(),
+    ],
+    ids=["backward", "step", "state_dict"],
+)
+def test_a_backward_that_has_failed_after_a_part_is_told(failed, asked):
+    loop, _ = failed
     loop.optimizer.zero_grad()
 
-    with pytest.raises(UnsupportedError, match=r"complete for a second time.*failed in the middle"):
-        loss_of(loop.model, 2).backward()
+    with pytest.raises(UnsupportedError, match=STANDS):
+        asked(loop)
+
+
+def test_a_checkpoint_that_is_loaded_begins_afresh(failed):
+    plain = Loop(KINDS["AdamW"]).run(stop=4)
+    loop, (model, optimizer) = failed
+
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(optimizer)
+    loop.run(2, 4)
+
+    assert equal(loop.ends_with(), plain.ends_with())
+
+
+def test_a_checkpoint_may_be_loaded_in_place_of_a_step():
+    plain = Loop(KINDS["AdamW"]).run(stop=4)
+    loop = Loop(KINDS["AdamW"], released(0)).run(stop=2)
+    model, optimizer = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.optimizer.zero_grad()
+    loss_of(loop.model, 7).backward()
+
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(optimizer)
+    loop.optimizer.zero_grad()
+    loop.run(2, 4)
+
+    assert equal(loop.ends_with(), plain.ends_with())
 
 
 @pytest.mark.parametrize("batch_bytes", [0, 40_000])

@@ -292,7 +292,9 @@ def test_the_index_of_the_cpu_does_not_matter(name):
     # the parameters and gradients.
     found, indexed = (CALLS[name](Loop(), step, device=device) for device in ("cpu", "cpu:0"))
 
-    assert indexed.peak_bytes == found.peak_bytes
+    # Which plan is the fastest depends on a clock.
+    peak, peak_indexed = (getattr(one, "plain_peak_bytes", None) or one.peak_bytes for one in (found, indexed))
+    assert peak_indexed == peak
 
 
 @pytest.mark.parametrize("call", [CALLS["plan"], CALLS["fit"], CALLS["verify"]], ids=["plan", "fit", "verify"])

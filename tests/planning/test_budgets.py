@@ -167,3 +167,40 @@ def test_off_the_host_none_is_foreach():
     told = optimizer_alone(2048, "2KiB", optimizer, peak_bytes=4096, reserved_bytes=0)
 
     assert told.endswith("AdamW with foreach=False or fused=True needs less.")
+
+
+class Recording(nn.Module):
+    """Returns what each of its layers makes, as a model does that keeps a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(found[-1]).relu())
+        return found
+
+
+def test_the_error_says_that_the_step_holds_outputs():
+    model, held = Recording(), []
+
+    def step(model):
+        held[:] = model(torch.randn(512, 64))
+        return held[-1].sum()
+
+    with pytest.raises(BudgetError, match=r"Its peak is in backward of layers\.\d: 768\.00 KiB of outputs that the"):
+        torchremat.plan(model, step, budget="10kB")
+
+
+def test_the_error_says_that_the_loss_holds_the_floor():
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4096)), torch.randn(256, 8)
+
+    def step(model):
+        return torch.log_softmax(model(x), -1).square().mean()
+
+    # The softmax saves 4 MiB; the logits, made by a module, are gone. Gradients through the loss take four times that.
+    match = r"loss, between .*: 3\.99 MiB of what the step's own code holds, which no plan lowers; 16\.00 MiB needed"
+    with pytest.raises(BudgetError, match=match):
+        torchremat.plan(model, step, budget="10kB")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim import optimizer as torch_optimizer
 
 import torchremat
 from planning.optimizer_kinds import Forwarding, Imitating, Trainer
 from probes.planning import applied_scopes
 from torchremat import BudgetWarning, PlanWarning
+from torchremat.state import optimizer_steps
 
 X = torch.randn(8, 64, 64)
 
@@ -57,7 +57,7 @@ def told(model, optimizer, steps=3, category=PlanWarning):
 
 
 def hooks():
-    return len(torch_optimizer._global_optimizer_post_hooks)
+    return len(optimizer_steps._after)
 
 
 def test_an_optimizer_that_the_plan_does_not_know_is_told():
@@ -117,6 +117,7 @@ def test_parameters_of_a_transform_are_not_looked_at():
     model = planned(sgd)
     step(model).backward()
     sgd(model.parameters()).step()
+    model.zero_grad()
 
     def loss_of(parameters):
         return torch.func.functional_call(model, parameters, (X,)).square().mean()
@@ -175,6 +176,7 @@ def test_nothing_listens_once_it_is_known_or_the_model_is_gone():
     listening = hooks()
     optimizer = AdamW(model.parameters())
     optimizer.step()
+    model.zero_grad()
     step(model)
     after = hooks()
     other = planned(AdamW)
@@ -247,3 +249,23 @@ def test_plans_that_a_guard_makes_are_its_own_affair():
 
     assert len(run.attempts) == 1
     assert plans[0].checks._soundings is None
+
+
+def accumulated(model, steps=3):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(model).backward()
+    return [str(one.message) for one in found if one.category is PlanWarning]
+
+
+def test_gradients_that_were_not_planned_are_told_once_with_the_word_to_add():
+    (said,) = accumulated(planned())
+
+    assert "a forward begins with 775.50 KiB of them that it has not counted" in said
+    assert "plan with `accumulates=True`" in said and "above the budget of" in said
+
+
+def test_gradients_that_were_planned_or_have_room_are_not_told():
+    assert accumulated(planned(accumulates=True)) == []
+    assert accumulated(planned(budget="1GiB")) == []

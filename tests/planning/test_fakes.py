@@ -210,15 +210,17 @@ def test_real_meta_and_fake_models_have_the_same_plan():
         assert (found.peak_bytes, found.tree, found.inputs) == (real.peak_bytes, real.tree, real.inputs)
 
 
-def test_bytes_on_cuda_come_in_blocks_of_512():
-    # Parameters and gradients of 4 x 4 + 4 floats each, and a batch of 2 x 4, are what they are; the rest is blocks.
+@pytest.mark.parametrize(("accumulates", "before_bytes"), [(False, 80 + 32), (True, 2 * 80 + 32)])
+def test_bytes_on_cuda_come_in_blocks_of_512(accumulates, before_bytes):
+    # Parameters of 4 x 4 + 4 floats, gradients that are there before, and a batch of 2 x 4, are what they are; the rest
+    # is blocks.
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
 
-    found = planned(model, lambda model: model(x).sum())
+    found = planned(model, lambda model: model(x).sum(), accumulates=accumulates)
 
-    assert sum(found.before_bytes.values()) == 2 * 80 + 32
-    assert (found.step_peak_bytes - 192) % 512 == 0
-    assert found.step_peak_bytes > 192
+    assert sum(found.before_bytes.values()) == before_bytes
+    assert (found.step_peak_bytes - before_bytes) % 512 == 0
+    assert found.step_peak_bytes > before_bytes
 
 
 class Calls(nn.Module):
@@ -352,7 +354,7 @@ def test_all_that_a_step_holds_is_replaced_by_fakes():
     state = torch.get_rng_state()
     before = [fingerprint(model, extra=(x,)) for model in (trainer.model, trainer.teacher)]
 
-    gradients = [planned(trainer.model, step).before_bytes["gradients"] for step in steps]
+    gradients = [planned(trainer.model, step, accumulates=True).before_bytes["gradients"] for step in steps]
 
     # Both models learn: 2 x (16 x 64 + 64 + 64 x 16 + 16) floats each.
     assert gradients == 3 * [2 * 4 * 2 * (16 * 64 + 64 + 64 * 16 + 16)]

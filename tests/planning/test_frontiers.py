@@ -59,6 +59,14 @@ def test_points_are_plans_without_another_profile(frontier, monkeypatch):
     assert plan.certificate.gap is not None
 
 
+def test_a_budget_in_bytes_runs_no_plain_step_that_needs_more():
+    found = torchremat.frontier(*models.gpt_step(blocks=2, width=32, context=32, batch=2, vocabulary=32), cost="flops")
+    point = found.points[-2]
+
+    assert found.plan(point.budget_bytes).certificate.bound_all is None
+    assert found.plan(point).certificate.bound_all is not None
+
+
 def test_a_budget_gets_the_fastest_point_that_it_allows(frontier):
     second, third = frontier.points[1:3]
 

@@ -116,9 +116,9 @@ def without_seconds(profile):
     return dataclasses.replace(profile, costs=costs, seconds=3 * forward_s, forward_seconds=forward_s)
 
 
-def timeless(*args):
+def timeless(*args, **options):
     """What planners profile, without seconds."""
-    agreed = profiled_together(*args)
+    agreed = profiled_together(*args, **options)
     pair = agreed.pair
     leaves = pair.leaves and without_seconds(pair.leaves)
     return dataclasses.replace(agreed, pair=ProfilePair(blocks=without_seconds(pair.blocks), leaves=leaves))

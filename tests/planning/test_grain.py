@@ -81,6 +81,27 @@ def towers():
     return Towers(), lambda model: model(x_btd)
 
 
+class Parts(nn.Module):
+    """Blocks that only the step calls."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(WIDTH, WIDTH)
+
+
+def called_by_the_step(blocks, times):
+    torch.manual_seed(0)
+    x_btd = torch.randn(BATCH, TIME, WIDTH)
+
+    def step(model):
+        y_btd = x_btd
+        for block in [*model.blocks] * times:
+            y_btd = block(y_btd)
+        return model.head(y_btd).square().mean()
+
+    return Parts(blocks), step
+
+
 def peak_by_hand(model, step):
     """The peak of a step in which every block is a region by hand, each with the tools of torch."""
     for block in [one for one in model.modules() if isinstance(one, Block)]:
@@ -107,7 +128,18 @@ def test_wrappers_around_a_model_that_computes_the_loss_change_no_unit_and_no_fl
         assert found.floor_bytes == bare.floor_bytes
 
 
-@pytest.mark.parametrize("make", [language, lambda: language(depth=2), towers])
+@pytest.mark.parametrize(
+    "make",
+    [
+        language,
+        lambda: language(depth=2),
+        towers,
+        lambda: called_by_the_step(12, 1),
+        # Each call of the step was taken apart: the smallest budget was almost that of the plain step.
+        lambda: called_by_the_step(1, 24),
+        lambda: called_by_the_step(3, 4),
+    ],
+)
 def test_no_floor_is_above_that_of_every_block_by_hand(make):
     model, step = make()
     by_hand, plain = peak_by_hand(model, step), outcome(model, step)
@@ -194,6 +226,19 @@ def test_a_stage_is_planned_as_a_whole_too_where_that_recomputes_less():
     assert plan.recomputed_flops < min(one.cost for one in found if one is not None)
     assert traced_peak(model, step) == plan.step_peak_bytes - planner.fixed_bytes
     assert differences(outcome(model, step), plain) == []
+
+
+def test_a_stage_that_needs_more_than_the_budget_by_itself_is_not_watched_as_a_whole():
+    model, step = stages()
+    free = Planner(model, step, cost="flops")
+    around, before_bytes = free.solver.pair.around, free.before.total_bytes
+    needed = before_bytes + need_bytes_of(around.units)
+
+    has_room, has_none = (Planner(model, step, cost="flops", within=size) for size in (needed, needed - 1))
+
+    assert [unit.name for unit in has_room.solver.pair.around.units.units] == [str(stage) for stage in range(6)]
+    assert has_none.solver.pair.around is None
+    assert has_none.subject.runs < has_room.subject.runs == free.subject.runs
 
 
 class Squeezed(nn.Module):

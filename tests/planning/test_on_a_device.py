@@ -49,7 +49,7 @@ def made(name):
 
 
 def measured(model, step):
-    """The most bytes that a warm process was given and has asked for, gradients there, and the gradients."""
+    """The most bytes that a warm process was given and has asked for, and the gradients."""
     peaks = peaks_on_device(model, step)
     gradients = [one.grad for one in model.parameters()]
     model.zero_grad()
@@ -192,8 +192,7 @@ def test_adaptive_counts_what_is_resident():
     adaptive.learn(*batches[:3])
 
     for x in batches:
-        for one in model.parameters():
-            one.grad = torch.zeros_like(one)
+        model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         adaptive(x)
@@ -235,20 +234,26 @@ def test_a_step_above_the_budget_is_told_when_the_next_begins():
     model, step = made("gpt")
     plan = torchremat.plan(model, step, budget="min", cost="flops")
     plan.apply(model)
+
+    def run():
+        model.zero_grad()
+        step(model).backward()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            step(model).backward()
+            run()
+            model.zero_grad()
             torchremat.verify(model, step)  # whose plain step is above the budget, and nobody's
 
     held = torch.ones(plan.budget_bytes // 4, device=CUDA)
-    step(model).backward()
+    run()
     del held
     with pytest.warns(BudgetWarning, match=r"since the previous forward, cuda:0 has given out .* above the budget"):
-        step(model).backward()
+        run()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(model).backward()
+        run()
     plan.remove(model)
 
 

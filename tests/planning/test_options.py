@@ -90,12 +90,13 @@ def test_options_lie_between_keep_and_recompute():
     kept = [predict(own, tree_of(own, lambda _, number=number: number)).kept_bytes for number in range(1, 9)]
     flops = [options.flops for options in own.options[3]]
 
-    assert [len(options) for options in own.options] == [0, 0, 8, 8, 8, 0, 0]
+    *flops, lowest = flops  # the last one is for the lowest peak, at any cost
+    assert [len(options) for options in own.options] == [0, 0, 9, 9, 9, 0, 0]
     assert kept == sorted(set(kept), reverse=True)
     assert kept[0] < plain
     assert flops == sorted(flops)
     assert flops[0] == 0
-    assert 0 < flops[-1] < own.costs[3].flops_truncated
+    assert 0 < max(flops[-1], lowest) < own.costs[3].flops_truncated
 
 
 def test_the_operators_of_a_step_cost_what_a_forward_costs():

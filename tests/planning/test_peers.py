@@ -3,7 +3,10 @@
 import pytest
 
 from distributed.processes import run_all
-from planning.peer_cases import CASES, OF_FOUR
+from planning import meeting_cases, peer_cases
+
+CASES = peer_cases.CASES | meeting_cases.CASES
+OF_FOUR = peer_cases.OF_FOUR | meeting_cases.OF_FOUR
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_the_keywords_are_the_options():
 
 
 def test_options_are_keywords_and_back():
-    options = PlanOptions(cost="flops", stores=[Disk()], progress=False)
+    options = PlanOptions(cost="flops", stores=[Disk()], accumulates=True, progress=False)
 
     assert PlanOptions(**options.keywords) == options
     assert type(options.stores) is tuple
@@ -43,7 +43,10 @@ def test_options_are_keywords_and_back():
         (torchremat.frontier, NAMES),
         (torchremat.Planner, NAMES),
         (torchremat.fit, NAMES - {"on"}),
-        (torchremat.Adaptive, {"cost", "operators", "optimizer", "device", "release_gradients"}),
+        (
+            torchremat.Adaptive,
+            {"cost", "operators", "optimizer", "device", "group", "release_gradients", "accumulates"},
+        ),
         (MemoryBudget, TRAINING),
     ],
 )
@@ -78,8 +81,9 @@ def test_no_function_takes_other_options(call, said):
         ({"progress": True}, "progress=True: expected a function"),
         ({"stores": "disk"}, "stores='disk': expected a list of stores"),
         ({"stores": [Disk()], "on": "meta"}, "leave out stores or on='meta'"),
-        ({"accumulates": True}, "accumulates= and clip_value= say how gradients are released"),
-        ({"clip_value": 1.0}, "accumulates= and clip_value= say how gradients are released"),
+        ({"clip_value": 1.0}, "clip_value= says how gradients are released"),
+        ({"clip_value": 1.0, "accumulates": True}, "clip_value= says how gradients are released"),
+        ({"accumulates": 1}, "accumulates=1: expected True or False"),
         ({"accumulates": 1, "release_gradients": True}, "accumulates=1: expected True or False"),
     ],
 )

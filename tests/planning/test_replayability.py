@@ -395,7 +395,7 @@ def test_where_memory_is_short_a_unit_is_tried_at_a_time(monkeypatch):
     model, parts = Between(Counts), []
     plain = outcome(model, step)
     tried = profiling.tried
-    monkeypatch.setattr(profiling, "tried", lambda *args: parts.append(args[-1]) or tried(*args))
+    monkeypatch.setattr(profiling, "tried", lambda *args: parts.append(args[-2]) or tried(*args))
     monkeypatch.setattr(Here, "free_bytes", lambda _: 0)
 
     with pytest.warns(RepeatWarning, match="it gives other values then"):

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -36,18 +37,23 @@ def step(model):
     return model(X).square().mean()
 
 
-@pytest.fixture(scope="module")
-def plan():
+@cache
+def planned(*, accumulates):
     model = Net()
     optimizer = AdamW(model.parameters())
-    return torchremat.plan(model, step, budget="60%", cost="flops", operators=False, optimizer=optimizer)
+    options = {"cost": "flops", "operators": False, "optimizer": optimizer, "accumulates": accumulates}
+    return torchremat.plan(model, step, budget="60%", **options)
 
 
 @pytest.fixture
-def trained(plan):
-    """A planned model, its optimizer, the plan, and what measures; time stands still, so that nothing is left out."""
+def trained(request):
+    """A planned model, its optimizer, the plan, and what measures; time stands still, so that nothing is left out.
+
+    The plan is for a loop that drops gradients before the forward, or for one that accumulates, as a parameter says.
+    """
     model = Net()
     optimizer = AdamW(model.parameters())
+    plan = planned(accumulates=getattr(request, "param", False))
     plan.apply(model)
     soundings = applied_scopes(model)[0].checks._soundings
     soundings._log.clock = lambda: 0.0
@@ -94,8 +100,10 @@ def test_measuring_takes_a_small_share_of_the_time(trained):
     assert soundings.measured == [2]
 
 
-@pytest.mark.parametrize(("zero", "gone"), [("never", 0), ("between", 0), ("after", 1)])
-def test_the_measured_peaks_are_the_predicted_ones(trained, zero, gone):
+@pytest.mark.parametrize(
+    ("trained", "zero"), [(True, "never"), (True, "between"), (False, "after")], indirect=["trained"]
+)
+def test_the_measured_peaks_are_the_predicted_ones(trained, zero):
     model, optimizer, plan, soundings = trained
 
     train(model, optimizer, 2, zero=zero)
@@ -103,11 +111,11 @@ def test_the_measured_peaks_are_the_predicted_ones(trained, zero, gone):
     (peak, where), (optimizer_peak, what) = soundings._log.peaks
     assert (where, what) == ("forward and backward", "AdamW.step()")
     assert optimizer_peak == plan.optimizer_peak_bytes
-    if zero == "never":
-        assert peak == plan.step_peak_bytes
-    else:  # gradients that are not there yet, where a plan has them lie there all along
+    if zero == "between":  # the plan has gradients lie there all along, and here they go before the backward
         gradients = sum(one.nbytes for one in model.parameters())
         assert plan.step_peak_bytes - gradients < peak < plan.step_peak_bytes
+    else:
+        assert peak == plan.step_peak_bytes
 
 
 def test_a_step_with_a_closure_is_measured_when_that_has_run(trained):
@@ -217,7 +225,7 @@ def test_a_forward_that_raises_ends_the_recording(trained):
 
 def test_two_forwards_before_one_backward_are_one_step(trained):
     model, optimizer, plan, soundings = trained
-    train(model, optimizer, 1, zero="never")
+    train(model, optimizer, 1)
 
     (step(model) + step(model)).backward()
     optimizer.step()

@@ -554,6 +554,7 @@ def test_nothing_is_left_behind(how):
 def test_a_backward_that_is_run_twice_brings_everything_back_twice(gpt):
     model, step, store, planner, _ = gpt
     plan = planner.plan(budget_of(planner, 0.5))
+    model.zero_grad()
     plan.apply(model)
     store.events.clear()
 

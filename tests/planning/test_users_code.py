@@ -308,12 +308,87 @@ def test_a_sparse_parameter():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_named(layout):
+@pytest.mark.parametrize(
+    ("layout", "error", "words"),
+    [
+        (torch.strided, StepError, r"each module .* is called .* or with a nested tensor"),
+        (torch.jagged, UnsupportedError, "the model is given a nested tensor, whose recompute would make another"),
+    ],
+)
+def test_nested_tensors_are_named(layout, error, words):
     batch = torch.nested.nested_tensor([inputs(5, 64), inputs(9, 64)], layout=layout)
 
-    with pytest.raises(UnsupportedError, match="the model is given a nested tensor"):
+    with pytest.raises(error, match=words):
         plan(nn.Sequential(block(), block()), lambda model: model(batch).to_padded_tensor(0.0).sum(), budget="80%")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_frozen_teacher_may_nest_a_padded_batch():
+    layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
+    teacher = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    padded, x = torch.arange(256) > torch.tensor([[255], [100]]), inputs(2, 256, 64)
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = teacher, nn.Sequential(*(block() for _ in range(16)))
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.teacher(x, src_key_padding_mask=padded)
+            return self.student(x) - wanted
+
+    model = Distilled()
+    made = plan(model, lambda model: square(model(x)), budget="min", cost="flops")
+    made.apply(model)
+
+    found = verify(model, lambda model: square(model(x)))
+
+    assert made.recomputed_calls > 0
+    assert found.is_exact
+    assert found.peak_bytes <= made.budget_bytes
+
+
+class Remembering(nn.Module):
+    """Adds to its input, or to its output, what its call before has returned."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.block, self.where, self.before = block(), where, None
+
+    def forward(self, x):
+        if self.where == "input" and self.before is not None:
+            x = x + self.before
+        y = self.block(x)
+        if self.where == "output" and self.before is not None:
+            y = y + self.before
+        self.before = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("in_rounds", [True, False], ids=["in rounds", "twice each"])
+@pytest.mark.parametrize("where", ["input", "output", "nowhere"])
+def test_a_module_may_keep_the_output_of_its_call_before(where, in_rounds):
+    blocks = nn.ModuleList(Remembering(where) for _ in range(4))
+
+    def step(model):
+        x = inputs()
+        for one in [*model, *model] if in_rounds else [one for one in model for _ in range(2)]:
+            x = one(x)
+        return square(x)
+
+    made = lowest_plan(blocks, step)
+
+    made.apply(blocks)
+    assert measure(blocks, step).peak_bytes == made.step_peak_bytes
+    made.remove(blocks)
+
+
+def test_a_buffer_that_nothing_reads_may_be_on_meta():
+    model = nn.Sequential(*(block() for _ in range(3)))
+    model.register_buffer("unread", torch.empty(1000, device="meta"))
+
+    lowest_plan(model, lambda model: square(model(inputs())))
 
 
 def test_an_optimizer_of_another_model_is_an_error():

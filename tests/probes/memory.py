@@ -24,10 +24,10 @@ from torchremat.tensors.versioned import Versioned
 
 
 def peaks_on_device(model, step):
-    """The peaks of the second of two steps by the counters of the CUDA device, by kind; gradients are there before."""
+    """The peaks of the second of two steps by the counters of the CUDA device, by kind; no gradients before."""
     for _ in range(2):
         for one in model.parameters():
-            one.grad = torch.zeros_like(one)
+            one.grad = None
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.reset_peak_memory_stats()

@@ -20,6 +20,7 @@ from torchremat.planning.layout import (
     installed,
 )
 from torchremat.planning.parameter_bytes import room_bytes
+from torchremat.planning.peers import messages
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles import profiling, step_seconds

@@ -1040,6 +1040,8 @@ def test_a_plan_nests_what_it_has_tried(draw, share):
             loss = names["model"](names["x"]).square().mean()
             loss.backward()
             losses.append(loss.detach())
+            losses += [parameter.grad for parameter in names["model"].parameters()]
+            names["model"].zero_grad()
         return names["model"], losses, names["generator"], names["norm"]
 
     names, untouched = made(), made()

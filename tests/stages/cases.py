@@ -208,7 +208,7 @@ def errors():
     # One process alone has too little, and both say so.
     with pytest.raises(BudgetError, match=r"process 1 .cpu.: no plans fit the budget of 1\.00 KiB") as raised:
         plan_stages(program.schedule, program.step, budget=["1GiB", "1KiB"])
-    assert ("in process 1 of the group (this is 0)" in str(raised.value)) == (rank == 0)
+    assert ("in process 1 (this is 0)" in str(raised.value)) == (rank == 0)
     wrap(program.modules[0], "0")
     with pytest.raises(PlanError, match="has wrapped modules already"):
         plan_stages(program.schedule, program.step, budget="1GiB")

@@ -103,14 +103,13 @@ def worth_choosing(name, *, ahead=False):
     """A stage, its planner, and what is worth choosing for it."""
     torch.manual_seed(0)
     module = STAGES[name]()
-    planner = Planner(
-        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
-    )
-    return (
-        module,
-        planner,
-        shares(planner.solver, SplitBackward(module, forward, planner.solver.pair).predict, ahead=ahead),
-    )
+
+    def step(module):
+        return received(forward(module).outputs[0], held=True, grads=[GRAD])
+
+    planner = Planner(module, step, cost="flops", accumulates=True)
+    split = SplitBackward(module, forward, planner.solver.pair)
+    return module, planner, shares(planner.solver, split.predict, ahead=ahead)
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -22,7 +22,9 @@ compiled_autograd.py  objects and operators that go into the graph of a backward
 inductor.py           hooks of compilers for splitting a joint graph
 wrappers.py           the program that Inductor writes around its kernels
 sharding.py           private state of FSDP2
-collectives.py        which thread frees gloo's tensors
+collectives.py        in which groups code communicates, and collectives that do not run again
+gloo.py               who frees what gloo has worked on
+data_parallel.py      private state of DistributedDataParallel
 profiler.py           the profiler of memory events, what it writes to stderr, and when a user's profiler starts
 fabric.py             private state of Lightning Fabric
 pipelining.py         private state of pipeline schedules

@@ -31,7 +31,7 @@ unset_infrastructure_mode: Callable[[object], object] = _bind("_C._unset_dispatc
 without_torch_function: Callable[[], AbstractContextManager[None]] = _bind("_C.DisableTorchFunctionSubclass")
 # A block in which no function mode sees anything either: for calls that have already passed through all of them.
 past_torch_function: Callable[[], AbstractContextManager[None]] = _bind("_C.DisableTorchFunction")
-_without_modes: Callable[[], AbstractContextManager[object]] = _bind("utils._python_dispatch._disable_current_modes")
+without_modes: Callable[[], AbstractContextManager[object]] = _bind("utils._python_dispatch._disable_current_modes")
 _KEYS: dict[str, object] = _bind("_C._TorchDispatchModeKey.__members__")
 
 
@@ -105,7 +105,7 @@ def modes_now() -> Began:
 
 def outside_traces() -> AbstractContextManager[object]:
     """Return a block in which operators see data, also while a trace without data or a recording runs."""
-    return _without_modes() if count_dispatch_modes() and infrastructure_modes() else nullcontext()
+    return without_modes() if count_dispatch_modes() and infrastructure_modes() else nullcontext()
 
 
 def is_traced_since(began: Began) -> bool:

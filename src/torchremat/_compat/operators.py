@@ -17,8 +17,11 @@ _Packet: type = _bind("_ops.OpOverloadPacket")
 _Operator: type = _bind("_ops.OperatorBase")
 _all_names: Callable[[], list[str]] = _bind("_C._dispatch_get_all_op_names")
 _key_of_device: Callable[[str], str] = _bind("_C._dispatch_key_for_device")
+_is_registered: Callable[[str], bool] = _bind("_C._dispatch_has_kernel")
 _has_kernel: Callable[[str, str], bool] = _bind("_C._dispatch_has_kernel_for_dispatch_key")
 
+# Reads the value of a tensor: what it gives is a number in Python.
+READ_AS_NUMBER: Callable[..., object] = _bind("ops.aten._local_scalar_dense.default")
 
 # Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.
 above_bound, below_bound = (ge, le) if RELEASE < (2, 14) else (gt, lt)
@@ -64,6 +67,11 @@ def pattern_of(operator: object) -> str | None:
     if isinstance(operator, _Packet):
         return str(operator)
     return ".".join(name_of(operator)) if isinstance(operator, _Operator) else None
+
+
+def is_query(operator: object) -> bool:
+    """Return whether an operator only asks for a size or a device: a mode sees it, and torch has no kernel of it."""
+    return isinstance(operator, _Overload) and not _is_registered(cast("Any", operator).name())
 
 
 def has_kernel(operator: object, device: torch.device) -> bool:

@@ -149,20 +149,6 @@ def is_sharded(module: nn.Module) -> bool:
     return is_managed(module) and isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
 
 
-def data_parallel_around() -> nn.Module | None:
-    """Return the DistributedDataParallel whose forward is running, None if none is."""
-    found = sys.modules.get("torch.nn.parallel.distributed")
-    if found is None:
-        return None
-    active = private("nn.parallel.distributed.DistributedDataParallel._active_ddp_module", needed_for="checking plans")
-    return cast("nn.Module | None", active)  # a variable, so read now
-
-
-def awaits_static_graph(module: nn.Module) -> bool:
-    """Return whether a DistributedDataParallel learns a static graph in its next backward."""
-    return not getattr(module, "_static_graph_delay_allreduce_enqueued", True)
-
-
 def is_hook_of_fsdp(hook: object) -> bool:
     """Return whether a forward pre-hook is FSDP2's own."""
     return getattr(hook, "__module__", None) == _FSDP_MODULE
@@ -260,6 +246,12 @@ def unreduced_gradients_again(modules: Sequence[nn.Module]) -> Callable[[], None
             setattr(owner, place, gradient)
 
     return again
+
+
+def communicators(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """Yield what gathers parameters and reduces gradients of sharded modules: objects and hooks of the user's."""
+    names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+    yield from (getattr(group, name, None) for group in _groups_in(modules) for name in names)
 
 
 def adds_gradients_up(modules: Iterable[nn.Module]) -> bool:

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from torchremat.cli.options import (
+    Accumulates,
     Budget,
     Costs,
     Described,
@@ -143,14 +144,19 @@ def _show(found: object) -> None:
 
 @app.command("measure")
 def measure_command(
-    target: Target, plot: Plot = None, html: Html = None, trace: Trace = None, device: Device = None
+    target: Target,
+    plot: Plot = None,
+    html: Html = None,
+    trace: Trace = None,
+    device: Device = None,
+    accumulates: Accumulates = False,
 ) -> None:
     """Print what a training step takes: peak, seconds, flops."""
     with _working("measuring"):
         _check_files(trace, plot=plot, html=html)
         own, place = load(target), place_of(device)
         own.train_once()
-        found = measure(own.model, own.step, optimizer=own.optimizer, device=place)
+        found = measure(own.model, own.step, optimizer=own.optimizer, device=place, accumulates=accumulates)
     _show(found)
     with _working("drawing"):
         _write(plot, found.plot)
@@ -194,6 +200,7 @@ def plan_command(
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
     parameter_store: ParameterStore = None,
+    accumulates: Accumulates = False,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _saying_errors(), progress_bar(_err) as progress:
@@ -201,17 +208,8 @@ def plan_command(
         if save_device is not None and on is not None:
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
-        options = options_of(
-            device,
-            on,
-            store,
-            progress,
-            release_gradients,
-            optimizer_store,
-            parameter_store,
-            cost=cost,
-            operators=operators,
-        )
+        trained = release_gradients, optimizer_store, parameter_store, accumulates
+        options = options_of(device, on, store, progress, *trained, cost=cost, operators=operators)
         _, planner = _planner(target, options, size, margin_bytes)
         found = planner.plan(size, margin=margin_bytes)
         text = str(found)  # works the certificate out
@@ -236,21 +234,13 @@ def frontier_command(
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
     parameter_store: ParameterStore = None,
+    accumulates: Accumulates = False,
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot, html=html)
-        options = options_of(
-            device,
-            on,
-            store,
-            progress,
-            release_gradients,
-            optimizer_store,
-            parameter_store,
-            cost=cost,
-            operators=operators,
-        )
+        trained = release_gradients, optimizer_store, parameter_store, accumulates
+        options = options_of(device, on, store, progress, *trained, cost=cost, operators=operators)
         _, planner = _planner(target, options)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
@@ -307,22 +297,14 @@ def fit_command(
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
     parameter_store: ParameterStore = None,
+    accumulates: Accumulates = False,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, trace, plot=plot, html=html)
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
-        options = options_of(
-            device,
-            None,
-            store,
-            progress,
-            release_gradients,
-            optimizer_store,
-            parameter_store,
-            cost=cost,
-            operators=operators,
-        )
+        trained = release_gradients, optimizer_store, parameter_store, accumulates
+        options = options_of(device, None, store, progress, *trained, cost=cost, operators=operators)
         own, planner = _planner(target, options, size, margin_bytes)
         found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan
         text = str(found)  # works the certificate out

@@ -158,6 +158,9 @@ Release = Annotated[
     Literal["no", "yes", "auto"],
     typer.Option(help="Whether each parameter steps in the backward and frees its gradient; auto: if that helps."),
 ]
+Accumulates = Annotated[
+    bool, typer.Option("--accumulates", help="Steps begin with gradients, as where several backwards add them up.")
+]
 OptimizerStore = Annotated[
     str | None, typer.Option(help="Where the optimizer's state may wait: disk or host. Give verify the same as plan.")
 ]
@@ -211,6 +214,7 @@ def options_of(
     release_gradients: Literal["no", "yes", "auto"],
     optimizer_store: str | None,
     parameter_store: str | None,
+    accumulates: bool,
     **search: Unpack[SearchKeywords],
 ) -> PlanOptions:
     """Return the options of a plan; their errors are reported before a model is made.
@@ -226,6 +230,7 @@ def options_of(
         release_gradients="auto" if release_gradients == "auto" else release_gradients == "yes",
         optimizer_store=step_store_of(optimizer_store, "--optimizer-store"),
         parameter_store=step_store_of(parameter_store, "--parameter-store"),
+        accumulates=accumulates,
         progress=progress,
         **search,
     )

@@ -4,6 +4,7 @@ torch_checkpoint/  the names of `torch.utils.checkpoint`
 torchgpipe/        the names of torchgpipe
 installing.py      these installed where third-party code has bound torch's
 
+training.py      the parts of a training that a framework supplies, and which of them no plan can be made for
 request.py       what a user asks of a budget for a training that a framework runs; advice in the framework's words
 budgets.py       such a budget
 accumulating.py  the last of several micro-steps, which reduces gradients

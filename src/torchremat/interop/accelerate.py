@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
+from torchremat.interop.budgets import Budgeted, fitted
 from torchremat.interop.request import BudgetRequest, Words
+from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
 
@@ -87,14 +88,13 @@ def prepare(
             be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
+        shapes: Whether each shape of a batch has its own plan, where lengths vary much.
         options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
 
     Raises:
         BudgetError: Budget or margin is not a size, or no plan fits.
         StepError: The step returns no loss, or an argument is invalid.
-        UnsupportedError: The model recomputes by itself, or a separate engine runs backward; `shapes=True`, and
-            several processes train together.
+        UnsupportedError: The model recomputes by itself, or a separate engine runs backward.
     """
     request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
     _check(accelerator, model)
@@ -107,6 +107,7 @@ def prepare(
         log=partial(_log, WeakMethod(accelerator.log)),
         words=_WORDS,
         needs_gradients=_needs_gradients(accelerator),
+        accumulates=accelerator.gradient_accumulation_steps > 1,
     )
     if shapes:
         _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(request, training), step=step)

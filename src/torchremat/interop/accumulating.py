@@ -13,13 +13,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from torchremat._compat.binding import overridden
+from torchremat._compat.data_parallel import is_data_parallel
 from torchremat._compat.sharding import (
     adds_gradients_up,
     reducing,
     unreduced_gradients_again,
     unreduced_gradients_aside,
 )
-from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 

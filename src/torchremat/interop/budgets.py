@@ -6,9 +6,11 @@ checkpoints have been handled, the loss of one batch, and a logger.
     a batch comes          action before its forward
     the first              plan, apply, confirm by one real step
     as large as one known  nothing
-    larger, one process    one real step under the plan; if that is above the budget, plan anew for this batch
+    larger, one process    `Adaptive` from now on: a plan for each shape. Not so where the budget is a share, and where
+                           the plan chooses how the optimizer steps: one real step under the plan, and if that is above
+                           the budget a plan anew for this batch
     larger, several        nothing, as the others do not know of it; the plan warns (ShapeWarning)
-    with `shapes=True`     `Adaptive`: a plan for each shape
+    with `shapes=True`     `Adaptive` from the first on
 
 Missing on purpose: a search for the largest batch in the data. Reading a data set draws random numbers and advances it,
 and the training would no longer be the same.
@@ -18,57 +20,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat.errors import TorchrematError, UnsupportedError, bug
+from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug, warn
 from torchremat.interop.accumulating import as_the_last
-from torchremat.interop.request import BudgetRequest, Words
-from torchremat.measuring.optimizers import not_an_optimizer, optimizers_in, steps_alone, with_wrapped
+from torchremat.interop.request import BudgetRequest, say
+from torchremat.interop.training import Training, advised, check_releases, check_steps_alone
 from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.untouched import have_gradients
+from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiled_step import check_request
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.training.fitting import Fitted, fit_with
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
+from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.structure import tensors_in
 
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Training:
-    """The parts that a framework supplies.
-
-    Attributes:
-        model: The model as the framework calls it, wrapped for data parallelism if it is.
-        optimizer: torch's, without the framework's wrapper.
-        log: Writes numbers, by name, to the log of the training.
-        words: The words of the framework's user for it.
-        holders: Objects of the framework that a step may change.
-        needs_gradients: Why the framework needs all gradients after the backward, and what to do; "" if it does not.
-        accumulates: Whether several backwards come before a step.
-        clip_value: What the framework clips the elements of gradients to, if it does.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    log: Callable[[dict[str, float]], None]
-    words: Words
-    holders: Sequence[object] = ()
-    needs_gradients: str = ""
-    accumulates: bool = False
-    clip_value: float | None = None
 
 
 class NoLossError(Exception):
@@ -89,8 +69,7 @@ class Budgeted:
         BudgetError: The budget is more than the device has; or it is a percentage, and each shape has a plan of its
             own.
         StepError: The optimizer has none of the model's parameters.
-        UnsupportedError: `shapes=True`, and several processes train together; or gradients are to be released, and the
-            framework needs them.
+        UnsupportedError: Gradients are to be released, and the framework needs them.
     """
 
     def __init__(self, request: BudgetRequest, training: Training) -> None:
@@ -98,31 +77,19 @@ class Budgeted:
         self.training = training
         self._fitted: Fitted | None = None
         self._known: list[Sizes] = []
+        releases = request.options.release_gradients is True
+        self._accumulates = training.accumulates or (training.drops_late and not releases)
         self._adaptive: Adaptive[object] | None = None
         self._logged = 0
         self._loss: Loss = _no_loss
-        _check_steps_alone(training.optimizer)
-        _check_releases(request, training)
-        if request.shapes and _are_several():
-            raise UnsupportedError(
-                f"shapes=True is for one process, and {dist.get_world_size()} train together here: while one of them "
-                "learned a shape, the others would wait for its gradients. Leave `shapes` out, and let the longest "
-                "batch come first: pad to one length, or group by length."
-            )
+        check_steps_alone(training.optimizer)
+        check_releases(request, training)
         # No smaller batch helps if the budget is more than the device has.
         place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
         check_budget(request.budget, place, margin=request.margin)
-        with _advised(training):
+        with advised(training):
             if request.shapes:
-                self._adaptive = Adaptive(
-                    training.model,
-                    self._bound,
-                    budget=request.budget,
-                    margin=request.margin,
-                    optimizer=training.optimizer,
-                    release_gradients=request.options.release_gradients is True,
-                    **request.options.search_keywords,
-                )
+                self._adaptive = self._adapting(request)
 
     @contextmanager
     def step(self, loss: Loss, batch: object, *, is_last: bool = True) -> Generator[None]:
@@ -139,15 +106,18 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            with _advised(self.training), ExitStack() as stack:
+            with advised(self.training), ExitStack() as stack:
                 with suppress(NoLossError):
                     if self._adaptive is None:
                         self._prepare(batch)
-                    else:
-                        stack.enter_context(self._adaptive.under(batch))
-                if is_last and self.training.accumulates and self.training.optimizer is not None and self.releases:
+                    if self._adaptive is not None:
+                        stack.enter_context(self._under(self._adaptive, batch))
+                if is_last and self._accumulates and self.training.optimizer is not None and self.releases:
                     last_microbatch(self.training.optimizer)
                 yield
+        except BaseException as error:
+            note_failed(self.training.optimizer, error)
+            raise
         finally:
             self._loss = _no_loss  # it holds the framework's form of the batch
 
@@ -157,6 +127,11 @@ class Budgeted:
         if self._adaptive is not None:
             return self._request.options.release_gradients is True
         return self._fitted is not None and self._fitted.plan.stepping.releases
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of all batches so far; None before the first one, and where each shape has its own."""
+        return None if self._fitted is None else self._fitted.plan
 
     def end(self) -> None:
         """Remove the plan from the model. May be called twice."""
@@ -172,29 +147,78 @@ class Budgeted:
 
     def _prepare(self, batch: object) -> None:
         sizes = _sizes_of(batch)
+        model, one = self.training.model, self._fitted
+        is_unseen = not self._accumulates and have_gradients(model.parameters())
+        if is_unseen and one is not None and one.plan.processes == 1:
+            # As where they are dropped between forward and backward.
+            self._accumulates, self._known = True, []
+            one.plan.remove(model)
+            self._fitted = None
         if any(_covers(known, sizes) for known in self._known):
             return
-        if self._fitted is not None and _are_several():
+        if self._fitted is not None and self._fitted.plan.processes > 1:
             return
         self._fit(batch, sizes)
 
     def _fit(self, batch: object, sizes: Sizes) -> None:
         step = self._step_of(batch)
         if self._fitted is not None:
-            if self._still_fits(self._fitted, step):
+            by_shape = self._by_shape()
+            if by_shape is None and self._still_fits(self._fitted, step):
                 self._known.append(sizes)
                 return
             # A plan for a larger batch may be above the budget for a batch that is longer in another dimension, so the
             # known sizes do not hold for it.
             self._fitted.plan.remove(self.training.model)
             self._fitted = None
-        self._fitted = fitted(self._request, self.training, step)
-        if not _are_several():
+            if by_shape is not None:
+                say("batches come in several sizes: from now on each size has its own plan")
+                self._adaptive = self._adapting(by_shape)
+                return
+        self._fitted = fitted(self._request, replace(self.training, accumulates=self._accumulates), step)
+        if self._fitted.plan.processes == 1:
             expect_larger(self.training.model)
         self._known = [sizes]
 
+    def _by_shape(self) -> BudgetRequest | None:
+        """Return the request with a plan for each shape; None if it is for a share of a peak, or lets a plan choose."""
+        with suppress(BudgetError, UnsupportedError):
+            request = replace(self._request, shapes=True)
+            check_releases(request, self.training)
+            return request
+        return None
+
+    @contextmanager
+    def _under(self, adaptive: Adaptive[object], batch: object) -> Generator[None]:
+        """Let a step under the plan of its shape that is measured above the budget go on with a warning.
+
+        With `shapes=True` it raises: who asks for that is told that sizes are hidden in the batches.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(adaptive.under(batch))
+            yield
+            if not self._request.shapes:
+                try:
+                    stack.close()
+                except BudgetError as error:
+                    warn(str(error), BudgetWarning)
+
+    def _adapting(self, request: BudgetRequest) -> Adaptive[object]:
+        return Adaptive(
+            self.training.model,
+            self._bound,
+            budget=request.budget,
+            margin=request.margin,
+            optimizer=self.training.optimizer,
+            release_gradients=request.options.release_gradients is True,
+            accumulates=self._accumulates,
+            group=request.options.group,
+            **request.options.search_keywords,
+        )
+
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
-        subject = subject_of(step, self.training.model, self.training.optimizer)
+        training = self.training
+        subject = subject_of(step, training.model, training.optimizer, accumulates=self._accumulates or None)
         device = subject.device()
         with as_the_last(subject):
             with subject.untouched():
@@ -237,71 +261,25 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
         StepError: The step returns no loss.
     """
     model, optimizer = training.model, training.optimizer
-    _check_steps_alone(optimizer)
-    _check_releases(request, training)
-    with _advised(training), ExitStack() as stack:
-        options = replace(request.options, optimizer=optimizer)
+    check_steps_alone(optimizer)
+    check_releases(request, training)
+    with advised(training), ExitStack() as stack:
+        options = replace(request.options, optimizer=optimizer, accumulates=training.accumulates)
         if options.release_gradients:
-            options = replace(options, accumulates=training.accumulates, clip_value=training.clip_value or None)
+            options = replace(options, clip_value=training.clip_value or None)
         check_request(model, step, options, request.budget, margin=request.margin)
+        say(f"planning for a budget of {request.budget}, for batches up to this one: a few dozen of its steps")
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
-        planner = Planner(model, step, **options.keywords)
+        planner = Planner(model, step, within=request.budget, **options.keywords)
         found = fit_with(planner, model, budget=request.budget, margin=request.margin)
     plan = found.plan
+    say(
+        f"planned in {plan.planning_seconds:.1f} s and {plan.planning_steps} steps: {format_bytes(found.peak_bytes)} "
+        f"measured, {format_bytes(plan.budget_bytes)} allowed; {plan.recomputed_calls} calls are recomputed, "
+        f"{plan.slowdown:.2f} x the time of a plain step predicted"
+    )
     _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
     return found
-
-
-def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
-    """Raise if a model of transformers, or one like it, recomputes its layers by itself.
-
-    Raises:
-        UnsupportedError: It does.
-    """
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise UnsupportedError(
-            f"{owner}: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
-            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: "
-            "with a budget, only as much is recomputed as has to be."
-        )
-
-
-def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer | None:
-    """Return the outermost optimizer that is not the framework's own; None without one.
-
-    Args:
-        optimizer: The optimizer, or the framework's wrapper of it.
-        frameworks: The wrapper classes of the framework, such as one that steps only in the last step.
-
-    Raises:
-        UnsupportedError: It is not an optimizer, and none can be reached from it.
-    """
-    if optimizer is None:
-        return None
-    found = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizers_in(optimizer)
-    for one in found:
-        if not isinstance(one, frameworks):
-            return one
-    raise UnsupportedError(not_an_optimizer(optimizer))
-
-
-def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None and not steps_alone(optimizer):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} runs the training step itself, and several times, so its bytes cannot be "
-            "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
-            "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
-        )
-
-
-def _check_releases(request: BudgetRequest, training: Training) -> None:
-    releases, reason = request.options.release_gradients, training.needs_gradients
-    if request.shapes and (training.accumulates or training.clip_value):
-        reason = reason or "with shapes=True each backward is a step, and nothing is clipped. Leave `shapes` out."
-    if releases and reason:
-        raise UnsupportedError(
-            f"release_gradients={releases!r}: gradients cannot be released in the backward of this training: {reason}"
-        )
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
@@ -313,17 +291,6 @@ def _log(training: Training, budget: int, predicted: int, measured: int, slowdow
             "memory_slowdown": round(slowdown, 4),
         }
     )
-
-
-@contextmanager
-def _advised(training: Training) -> Generator[None]:
-    try:
-        yield
-    except TorchrematError as error:
-        advice = training.words.advice(error)
-        if advice not in getattr(error, "__notes__", ()):
-            error.add_note(advice)
-        raise
 
 
 def _no_loss(model: nn.Module, batch: object) -> object:
@@ -354,10 +321,6 @@ def _again(batch: object) -> object:
     if isinstance(batch, Mapping) and hasattr(batch, "copy"):
         return cast("dict[object, object]", batch).copy()
     return batch
-
-
-def _are_several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from torch import nn
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.interop import request
-from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
+from torchremat.interop.budgets import Budgeted, NoLossError
 from torchremat.interop.request import Words
+from torchremat.interop.training import Training, check_recomputes_nothing
 from torchremat.measuring.optimizers import parameters_of
+from torchremat.planning.results.plans import Plan
 
 try:
     import lightning.pytorch as pl
@@ -46,15 +48,15 @@ _WORDS = Words(
 class MemoryBudget(request.MemoryBudget, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
-    The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
-    same as in a training without this. Planned and measured values are logged once to the trainer's loggers:
+    The first batch is planned for; once a larger one comes, each size has its own plan. Parameters are bit for bit the
+    same as in a training without this. Planned and measured values are logged to the trainer's loggers:
     `memory_budget_bytes`, `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the
     model has its original state.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
+        shapes: Whether each size of a batch has its own plan from the first on.
         options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
 
     Raises:
@@ -62,8 +64,11 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
         UnsupportedError: Another argument is invalid.
     """
 
-    _budgeted: Budgeted | None = None
     _open: ExitStack | None = None
+    _budgeted: Budgeted | None = None
+
+    def _planned(self) -> Plan | None:
+        return None if self._budgeted is None else self._budgeted.plan
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the training.
@@ -80,6 +85,7 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
             words=_WORDS,
             needs_gradients=_needs_gradients(trainer, pl_module),
             accumulates=_accumulates(trainer),
+            drops_late=_needs_late_gradients(trainer, pl_module),
             clip_value=trainer.gradient_clip_val,
         )
         self._budgeted = Budgeted(self._request, training)
@@ -87,10 +93,14 @@ class MemoryBudget(request.MemoryBudget, pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Plan if the batch is larger than the earlier ones."""
+        """Plan if that is needed for this batch."""
         self._close()
         if self._budgeted is not None:
             self._open = ExitStack()
+            training = self._budgeted.training
+            if not (training.accumulates or training.drops_late):
+                # Lightning drops them between forward and backward, and until then they would be in memory.
+                next(iter(trainer.optimizers)).zero_grad()
             loss, is_last = partial(_loss, trainer, batch_idx), not trainer.fit_loop._should_accumulate()
             self._open.enter_context(self._budgeted.step(loss, batch, is_last=is_last))
             # What is released is clipped before.
@@ -138,6 +148,14 @@ def _accumulates(trainer: pl.Trainer) -> bool:
     callbacks = cast("list[pl.Callback]", trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: set by a connector
     schedulers = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
     return trainer.accumulate_grad_batches > 1 or any(one.going_to_accumulate_grad_batches() for one in schedulers)
+
+
+def _needs_late_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Return whether user code may see the gradients of a step after the forward of the next one."""
+    callbacks = cast("list[pl.Callback]", trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: set by a connector
+    return any(is_overridden(name, module) for name in ("on_before_zero_grad", "optimizer_zero_grad")) or any(
+        is_overridden("on_before_zero_grad", one, pl.Callback) for one in callbacks
+    )
 
 
 def _needs_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Unpack
 
+import torch.distributed as dist
+
+from torchremat._compat.collectives import is_distributed
 from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.stepping import NO_STORES
 
 
@@ -51,7 +56,7 @@ class BudgetRequest:
         budget: As for `fit`.
         margin: As for `fit`.
         options: As for `fit`.
-        shapes: Whether lengths vary so much that each shape has its own plan.
+        shapes: Whether each shape has its own plan from the first on.
 
     Raises:
         BudgetError: Budget or margin is not a size.
@@ -88,3 +93,17 @@ class MemoryBudget:
     ) -> None:
         super().__init__()
         self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the model trains under; None before the first batch, after the training, and with `shapes`."""
+        return self._planned()
+
+    def _planned(self) -> Plan | None:
+        raise NotImplementedError
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, in the first process alone."""
+    if not is_distributed() or dist.get_rank() == 0:
+        sys.stderr.write(f"torchremat: {text}\n")

@@ -24,8 +24,10 @@ from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
 from torchremat.interop import request
-from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.budgets import Budgeted
 from torchremat.interop.request import BudgetRequest, Words
+from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
+from torchremat.planning.results.plans import Plan
 
 try:
     import transformers
@@ -56,15 +58,15 @@ _STEPS = ("training_step", "compute_loss", "_get_grad_norm")
 class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
-    The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
-    same as in a training without this. Planned and measured values are logged once: `memory_budget_bytes`,
+    The first batch is planned for; once a larger one comes, each size has its own plan. Parameters are bit for bit the
+    same as in a training without this. Planned and measured values are logged: `memory_budget_bytes`,
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model has its original
     state. While gradients are released, `grad_norm` is not logged.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for the overhead of an allocator.
-        shapes: Whether each shape of a batch has its own plan, where lengths vary much. One process only.
+        shapes: Whether each size of a batch has its own plan from the first on.
         options: `cost`, `operators`, `release_gradients`, `optimizer_store` and `parameter_store`; see `PlanOptions`.
 
     Raises:
@@ -73,6 +75,10 @@ class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
     """
 
     _watch: _TrainingWatch | None = None
+
+    def _planned(self) -> Plan | None:
+        budgeted = None if self._watch is None else self._watch.budgeted
+        return None if budgeted is None else budgeted.plan
 
     def on_train_begin(
         self,
@@ -116,7 +122,7 @@ class _TrainingWatch:
     def __init__(self, trainer: transformers.Trainer, request: BudgetRequest) -> None:
         self._trainer = trainer
         self._request = request
-        self._budgeted: Budgeted | None = None
+        self.budgeted: Budgeted | None = None
         self._open: ExitStack | None = None
         ours = zip(_STEPS, (self._training_step, self._compute_loss, self._get_grad_norm), strict=True)
         # Older trainers have no method for the norm, and log none without clipping.
@@ -126,7 +132,7 @@ class _TrainingWatch:
         self._patch.enter_context(overridden([trainer], **wrapped))
 
     def check(self) -> None:
-        if self._budgeted is None:
+        if self.budgeted is None:
             raise UnsupportedError(
                 f"MemoryBudget: {type(self._trainer).__name__} has trained without calling `compute_loss`, which is "
                 "where a step is planned. Leave MemoryBudget out and plan by hand before `trainer.train()`: "
@@ -135,8 +141,8 @@ class _TrainingWatch:
 
     def end(self) -> None:
         self._patch.close()
-        if self._budgeted is not None:
-            self._budgeted.end()
+        if self.budgeted is not None:
+            self.budgeted.end()
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -150,14 +156,14 @@ class _TrainingWatch:
         stack, self._open = self._open, None
         # Evaluation computes losses as well, and a trainer may compute several in one step.
         if stack is not None and torch.is_grad_enabled():
-            if self._budgeted is None:
-                self._budgeted = Budgeted(self._request, self._training(model))
+            if self.budgeted is None:
+                self.budgeted = Budgeted(self._request, self._training(model))
             is_last = self._trainer.accelerator.sync_gradients
-            stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs, is_last=is_last))
+            stack.enter_context(self.budgeted.step(partial(self._loss, args, kwargs), inputs, is_last=is_last))
         return self._plain["compute_loss"](model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        if self._budgeted is not None and self._budgeted.releases:
+        if self.budgeted is not None and self.budgeted.releases:
             return None
         return self._plain["_get_grad_norm"](*args, **kwargs)
 

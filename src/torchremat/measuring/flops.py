@@ -14,11 +14,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
-from torchremat._compat.operators import has_kernel
+from torchremat._compat.operators import has_kernel, is_query
 from torchremat._compat.tensors import is_jagged, is_nested_strided
 from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
 from torchremat.regions.selective.op_info import op_info_of
@@ -130,7 +129,7 @@ def formula_of(func: Operation) -> Formula | None:
 def _decomposed(func: Operation, args: Args, kwargs: Mapping[str, object]) -> object:
     """Run a composite operator as its parts; NotImplemented for all others, higher-order ones too."""
     decompose = cast("Operation | None", getattr(func, "decompose", None))
-    if decompose is None or func is torch.ops.prim.device.default:
+    if decompose is None or is_query(func):
         return NotImplemented
     # The backward of `silu` has both parts and a kernel. Without a counter the kernel runs, and takes different memory.
     tensor = next(iter(tensors_in((args, dict(kwargs)))), None)

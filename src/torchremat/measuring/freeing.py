@@ -223,10 +223,14 @@ class _ModulesByName:
         return "" if name in self._log.roots else name
 
 
+# No meta tensor has a quantized dtype.
+_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+
 def _without_values(tensors: tuple[Metadata, ...]) -> list[Tensor]:
     found: list[Tensor] = []
-    for shape, dtype, _, strides in tensors:
-        sizes = numbers_of(shape)
+    for shape, own, _, strides in tensors:
+        sizes, dtype = numbers_of(shape), _INTEGERS.get(own, own)
         if RAGGED in sizes:  # the lengths of its items are values too
             found.append(torch.empty([1 if one == RAGGED else one for one in sizes], dtype=dtype, device="meta"))
         elif isinstance(strides, tuple):

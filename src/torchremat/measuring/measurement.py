@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat.errors import check_flags
 from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.heap import heap_set_aside
@@ -59,7 +60,7 @@ class Measurement(ViewedOverTime):
         tracker_peak_bytes: As `peak_bytes`, by tensor storages alone.
         tracker_kept_bytes: As `kept_bytes`, by tensor storages alone.
         parameter_bytes: Parameters; this and the next five are from before the step, each storage once.
-        gradient_bytes: Gradients: one for each parameter that requires grad, as when gradients accumulate.
+        gradient_bytes: Gradients that the step begins with. The others are made in the step, and count from then on.
         buffer_bytes: Buffers of the model.
         optimizer_bytes: State of the optimizer, if it has any before its first step.
         input_bytes: Tensors that the step holds: see `measuring.step`.
@@ -171,6 +172,7 @@ def measure(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
+    accumulates: bool = False,
 ) -> Measurement:
     """Run a training step four times and return its bytes, seconds and flops.
 
@@ -185,12 +187,15 @@ def measure(
             object with a `.loss`, or a dict with a `"loss"`.
         optimizer: Its state and its parameters count.
         device: The device to measure; by default the device of the first parameter or tensor found.
+        accumulates: Whether the step begins with gradients of every parameter, those of other steps before it. A
+            parameter that has a gradient now begins with it in any case.
 
     Raises:
         StepError: The step returns no loss, runs backward itself, or the model has parameters without values.
         UnsupportedError: The device is neither a CPU nor a CUDA device.
     """
-    subject = subject_of(*model_and_step(model, step), optimizer)
+    check_flags(accumulates=accumulates)
+    subject = subject_of(*model_and_step(model, step), optimizer, accumulates=accumulates or None)
     place = subject.device(device)
     accelerator = accelerator_of(place)
     if accelerator.records is None:

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
+from torchremat.state.optimizer_steps import before_each_step
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
@@ -173,13 +173,13 @@ def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> 
             )
         )
 
-    handle = register_optimizer_step_pre_hook(refuse)
+    end = before_each_step(refuse)
     _refusals.append(refuse)
     try:
         yield
     finally:
         _refusals.remove(refuse)
-        handle.remove()
+        end()
 
 
 # For parts of a step, which run no hooks.

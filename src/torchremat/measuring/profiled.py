@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchremat._compat.collectives import settled_collectives
+from torchremat._compat.gloo import settled_collectives
 from torchremat._compat.profiler import (
     ALLOCATION,
     MEMORY,

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.accelerators import accelerator_of, taken_bytes
+from torchremat._compat.collectives import wait_for
 from torchremat._compat.dynamo import runs_compiled_code
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
+from torchremat._compat.operators import READ_AS_NUMBER
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.ambient.hidden import hidden
 from torchremat.measuring.flops import FlopCounter
@@ -30,7 +32,8 @@ from torchremat.measuring.writes import Looking
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.stores.stored_parameters import StoredParameter, parameter_in
-from torchremat.tensors.parts import memories_of
+from torchremat.tensors.metadata import shape_of
+from torchremat.tensors.parts import is_wrapper, memories_of
 from torchremat.tensors.structure import tensors_in
 
 
@@ -165,6 +168,8 @@ class StepRecorder(EagerMode):
             return self._new(memory, tensor)
         if tensor.is_leaf and tensor.requires_grad:
             self.record.values[known.value].is_leaf = True
+        if is_wrapper(tensor):
+            self.record.values[known.value].is_part = True
         return known.value
 
     def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
@@ -190,6 +195,7 @@ class StepRecorder(EagerMode):
                 storage=number,
                 device=tensor.device,
                 is_leaf=tensor.is_leaf and tensor.requires_grad,
+                is_part=is_wrapper(tensor),
             )
         )
         return known
@@ -245,14 +251,26 @@ class StepRecorder(EagerMode):
         flops, call, storages = self._flops.total, self.call, self._count
         begins = self.mark()
         start_s = self._seconds()
-        result = self._flops.run(func, args, named)
+        exchanges = op_info.communicates
+        if exchanges:
+            result = op_info.run(*args, **named)
+            if not op_info.is_paired:
+                wait_for(result)  # its seconds are those until it is done
+        elif wrappers := {type(one) for one in tensors if is_wrapper(one)}:
+            with _Exchanging(wrappers) as inside:
+                result = self._flops.run(func, args, named)
+            exchanges = inside.found
+        else:
+            result = self._flops.run(func, args, named)
         seconds = self._seconds() - start_s
         ends = self.mark()
         record = self.record
+        varies = func is READ_AS_NUMBER or (exchanges and any(map(_are_sizes, args)))
         if op_info.is_sized_by_values:
             # Among indices, only masks are counted.
             masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:])
-            record.is_sized_by_values |= masks or func is not torch.ops.aten.index.Tensor
+            varies = masks or func is not torch.ops.aten.index.Tensor
+            record.is_sized_by_values |= varies
         makes: dict[int, None] = {}
         for tensor in written_by(op_info.writes, args, named):
             makes.update(dict.fromkeys(self._written(tensor)))
@@ -273,13 +291,39 @@ class StepRecorder(EagerMode):
                 begins=begins,
                 ends=ends,
                 is_compiled=runs_compiled_code(),
+                exchanges=exchanges,
+                varies=varies,
             )
         )
         return result
 
 
+class _Exchanging(EagerMode):
+    """Finds out whether an operator on wrappers, like DTensors, exchanges something inside."""
+
+    def __init__(self, wrappers: set[type]) -> None:
+        super().__init__()
+        self._wrappers = wrappers
+        self.found = False
+
+    def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
+        if not self._wrappers.isdisjoint(types):
+            return NotImplemented  # the class goes first, and what it runs comes back here
+        self.found |= op_info_of(func).communicates
+        return func(*args, **(kwargs or {}))
+
+
+def _are_sizes(argument: object) -> bool:
+    """Return whether an argument of a collective says how much goes to, or comes from, each process."""
+    if not isinstance(argument, list) or len(cast("list[object]", argument)) < 2:
+        return False
+    first, *others = cast("list[object]", argument)
+    differ = isinstance(first, Tensor) and any(one.shape != first.shape for one in tensors_in(others))
+    return type(first) is int or differ
+
+
 def _signature(op_info: OpInfo, tensors: list[Tensor], args: Args, kwargs: Mapping[str, object]) -> tuple[object, ...]:
-    shapes = tuple([(tuple(one.shape), one.dtype, one.device.type) for one in tensors])
+    shapes = tuple([(tuple(shape_of(one)), one.dtype, one.device.type) for one in tensors])
     return (id(op_info), shapes, tuple([one for one in (*args, *kwargs.values()) if isinstance(one, _NUMBERS)]))
 
 

@@ -1,6 +1,6 @@
 """The runs of a step that make up a measurement, and the results of each.
 
-Every run begins with the same gradients (zeros), buffers and generators, and ends with the user's.
+Every run begins with the same gradients, buffers and generators, and ends with the user's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
-from torchremat.measuring.communication import check_static_graphs
+from torchremat.measuring.communication import check_reductions
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.lines import OperatorLines, OperatorStart
 from torchremat.measuring.modules import has_compiled, module_stack
@@ -53,13 +53,14 @@ class _Undisturbed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A step with all the state that it touches. Made by `subject_of`."""
+    """A step with all the state that it touches. Made by `subject_of`, whose arguments say what each is."""
 
     step: Callable[..., object]
     model: nn.Module | None
     models: tuple[nn.Module, ...]
     inputs: tuple[Tensor, ...]
     optimizer: torch.optim.Optimizer | None
+    accumulates: bool | None = None
     _resident: dict[torch.device, int] = field(default_factory=dict[torch.device, int], repr=False)
     _known: Known = field(default_factory=Known, repr=False)
     _undisturbed: _Undisturbed = field(default_factory=_Undisturbed, repr=False)
@@ -101,6 +102,7 @@ class Subject:
                 looks=looks if looks and not any(map(has_compiled, self.models)) else False,
                 but=self.optimizers if steps else (),
                 before=before,
+                accumulates=self.accumulates,
             ) as looking,
         ):
             yield looking
@@ -147,14 +149,14 @@ class Subject:
         return loss_of(self.run())
 
     def before(self, device: torch.device) -> BytesBefore:
-        """Return the bytes on `device` now; inside `untouched`, with all gradients."""
+        """Return the bytes on `device` now; inside `untouched`, with the gradients that a step begins with."""
         if device not in self._resident:
             self._resident.update(self._resident_now())
         return replace(self._bytes_before(device), resident_bytes=self._resident.get(device, 0))
 
-    def sparse_bytes(self, device: torch.device) -> int:
-        """Return the bytes on `device` of sparse gradients, of the last run. See NOTE [ Sparse gradients ]."""
-        return self._known.sparse_bytes(device, self.inputs)
+    def made_bytes(self, device: torch.device) -> int:
+        """Return the bytes on `device` of the gradients that backward makes, as the last step of an optimizer found."""
+        return self._known.made_bytes(device, self.inputs)
 
     def _bytes_before(self, device: torch.device) -> BytesBefore:
         return bytes_before(
@@ -199,6 +201,7 @@ def subject_of(
     *,
     needs_model: bool = False,
     needs_values: bool = True,
+    accumulates: bool | None = None,
 ) -> Subject:
     """Return the step together with the modules and tensors that it holds.
 
@@ -208,10 +211,11 @@ def subject_of(
         optimizer: The optimizer, if it counts.
         needs_model: Whether None as the model is an error.
         needs_values: Whether parameters on the meta device are an error.
+        accumulates: Whether each leaf begins the step with a gradient; None for those that have one now.
 
     Raises:
         StepError: An argument is not a model, step or optimizer, or a parameter has no values to run with.
-        UnsupportedError: See `check_static_graphs`.
+        UnsupportedError: See `check_reductions`.
     """
     check_arguments(step, model, optimizer, needs_model=needs_model)
     holdings = holdings_of(step)
@@ -219,7 +223,7 @@ def subject_of(
     for root in models.values():
         check_materialised(root, needs_values=needs_values)
     if needs_values:
-        check_static_graphs(models.values())
+        check_reductions(models.values())
     if model is not None and optimizer is not None:
         check_steps_on(optimizer, (*holdings.tensors, *(one for root in models.values() for one in root.parameters())))
     return Subject(
@@ -228,6 +232,7 @@ def subject_of(
         models=tuple(models.values()),
         inputs=holdings.tensors,
         optimizer=optimizer,
+        accumulates=accumulates,
     )
 
 

@@ -35,6 +35,7 @@ from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
+from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.storages import LIFTED, StorageMap, made_by, tensors_in
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 from torchremat.regions.selective.cache import written_by
@@ -145,6 +146,23 @@ class Simulation(EagerMode):
         self._contents = _Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
+        self._interrupt: Callable[[], None] | None = None
+
+    @contextmanager
+    def interrupted_between_operators(self) -> Generator[None]:
+        """Let signals of the block do what they do where an operator begins: elsewhere, what raises ends the process.
+
+        torch asks a mode for devices, and Python for a mode's kernels, from code that passes no exception on.
+        """
+        if self._interrupt is not None:
+            yield
+            return
+        with uninterrupted() as interrupt:
+            self._interrupt = interrupt
+            try:
+                yield
+            finally:
+                self._interrupt = None
 
     def __enter__(self) -> Self:
         counts_of_one()
@@ -189,6 +207,8 @@ class Simulation(EagerMode):
     def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if func is torch.ops.prim.device.default:
             return _CPU
+        if self._interrupt is not None:
+            self._interrupt()
         named = dict(kwargs or {})
         if named.get("device") is not None:
             named["device"] = _CPU

@@ -82,7 +82,7 @@ def run_backward(loss: Tensor) -> None:
     """Run backward from `loss`.
 
     Raises:
-        StepError: The step has done that already.
+        StepError: The step has done that already, or has left a `loss_parallel()` that backward needs.
         UnsupportedError: The model is Lightning Fabric's, which has its own backward, and this is no rehearsal.
     """
     try:
@@ -94,6 +94,12 @@ def run_backward(loss: Tensor) -> None:
             raise StepError(
                 "the step has run backward itself, or the loss depends on a graph of an earlier step that has been "
                 "freed. Return the loss without calling backward, and build the whole graph anew in each step."
+            ) from error
+        if "nll_loss_backward" in str(error) and "mixed torch.Tensor and DTensor" in str(error):
+            raise StepError(
+                "the loss was computed under `loss_parallel()`, which ended before the backward of the loss: both need "
+                "it. Call this, and `step` and `backward` in the training loop, inside of `with loss_parallel():`, and "
+                "let the step not enter it, since the inner of two ends the outer one."
             ) from error
         if "call `fabric.backward(loss)`" in str(error):
             raise UnsupportedError(
@@ -368,12 +374,13 @@ def check_materialised(model: nn.Module, *, needs_values: bool = True) -> None:
         needs_values: Whether one on the meta device is an error.
 
     Raises:
-        StepError: One is on the meta device, or belongs to a lazy module that has not run yet. The message counts them.
+        StepError: A parameter is on the meta device, or one of them belongs to a lazy module that has not run yet. The
+            message counts them. Buffers may be there alone: code may leave those that nothing reads without values.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     meta = [name for name, tensor in named if not is_lazy(tensor) and tensor.device == torch.device("meta")]
-    if meta and needs_values:
+    if needs_values and any(name in meta for name, _ in model.named_parameters()):
         raise StepError(
             f"{len(meta)} parameters or buffers are on the meta device ({first_of(meta)}), so the step cannot run. "
             'Materialise the model first: `model.to_empty(device="cpu")`, then load or initialise its weights. '

@@ -99,6 +99,8 @@ class Run:
         begins: The mark before it; -1 if no allocations were recorded.
         ends: The mark after it.
         is_compiled: Whether compiled code ran it.
+        exchanges: Whether other processes took part in it.
+        varies: Whether it tells of values: by the sizes of what it makes, by the sizes that it exchanges, as a number.
     """
 
     op_info: OpInfo
@@ -111,6 +113,8 @@ class Run:
     begins: int
     ends: int
     is_compiled: bool
+    exchanges: bool
+    varies: bool
 
     @property
     def name(self) -> str:
@@ -132,6 +136,7 @@ class SeenValue:
         device: The device of the tensor in which it was first seen: a fake's storage is on none.
         is_overwritten: Whether it was written to afterwards.
         is_leaf: Whether it is the memory of a leaf that requires grad, like a parameter.
+        is_part: Whether it was seen as a part of a tensor that wraps others: a policy finds it under no wrapper.
         is_foreign: Whether its memory is not the allocator's. See NOTE [ Memory that is not the allocator's ].
     """
 
@@ -141,6 +146,7 @@ class SeenValue:
     device: torch.device
     is_overwritten: bool = False
     is_leaf: bool = False
+    is_part: bool = False
     is_foreign: bool = False
 
 

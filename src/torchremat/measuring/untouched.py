@@ -2,13 +2,14 @@
 
 Restored, whether the block ends or raises (KeyboardInterrupt included; one that comes during the restore waits):
 
-    gradients        the same `.grad` objects with the same values; during the block zeros take their place;
+    gradients        the same `.grad` objects with the same values; see NOTE [ Gradients at the beginning of a step ];
                      likewise sums that FSDP2 has not reduced yet
     buffers          the same objects, values and versions; buffers assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, generators that the modules reach, Python's `random`,
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and objects reachable from them: the same objects
     optimizer        the same: wrapped optimizers, options, state; so learning rates, and a scheduler that a hook runs
+    reductions       the state of communication hooks, with its tensors; buckets that no training step has made
     the step         everything else that it reaches, without iterators: lists, attributes, closures, global names
     parameters       `requires_grad`, hooks; values as `writes` describes, else an error is raised
     shards           parameters gathered by FSDP2 are freed, so that each run begins as the first step did
@@ -35,11 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerators
+from torchremat._compat.data_parallel import forgetting
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
+from torchremat.measuring.communication import bucket_views, communication_hooks
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.storages import storages_in
-from torchremat.measuring.writes import Known, Looking, Writes, hooked
+from torchremat.measuring.writes import Known, Looking, Writes, hooked, tensors_of
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
@@ -61,7 +64,7 @@ class StateBefore:
     Attributes:
         world: What was reached, without the tensors that have a graph: the step may free them.
         leaves: The leaves that backward may give a gradient to.
-        hooked: Tensors that hooks of these leaves may write in a backward.
+        hooked: Tensors that hooks of these leaves, and those of reductions, may write in a backward.
         buffers: The buffers of all modules.
         stays: Whether it is the same after a run; not if a lazy module makes its parameters in it.
     """
@@ -70,13 +73,15 @@ class StateBefore:
         self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, tensors: Sequence[Tensor]
     ) -> None:
         self.world = world = World()
-        reach(world, [] if optimizer is None else [optimizer], are_whole=True)
+        hooks = communication_hooks(models)
+        reach(world, [*hooks, *([] if optimizer is None else [optimizer])], are_whole=True)
         reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer, and run its hooks
         reshard(world.modules)  # an earlier forward may have had no backward, and then other tensors are the parameters
         self.leaves = gradient_leaves(models, optimizer, tensors)
-        self.hooked = hooked(self.leaves)
+        self.hooked = [*hooked(self.leaves), *tensors_of(hooks)]
         self.buffers = [one for module in world.modules for one in module.buffers(recurse=False)]
         self.stays = not world.waits
+        self._forgetting = forgetting(world.modules)
         self._random = RandomNumbers()
         self._states = [(generator, generator.get_state()) for generator in world.generators]
         self._snapshot = Snapshot(world, backs_up=False)
@@ -89,6 +94,8 @@ class StateBefore:
         # Each part separately, so that the others are restored if one cannot be.
         with ExitStack() as stack:
             stack.callback(reshard, self.world.modules)
+            for forget in self._forgetting:
+                stack.callback(forget)
             stack.callback(self._random.put_back)
             for generator, state in self._states:
                 stack.callback(generator.set_state, state)
@@ -108,13 +115,9 @@ def untouched(
     looks: bool | Literal["told"] = False,
     but: Sequence[torch.optim.Optimizer] = (),
     before: StateBefore | None = None,
+    accumulates: bool | None = None,
 ) -> Generator[Looking | None]:
     """Set gradients aside for the block, and afterwards restore all state that the step may have changed; see above.
-
-    Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
-    the first does without `set_to_none`, and the bytes of gradients are the same in each. A leaf has none if its hook
-    frees its gradient in each backward (`frees_gradient`), unless an optimizer steps in the block. Nor has one whose
-    gradient is sparse: see NOTE [ Sparse gradients ].
 
     Args:
         model: The model, or several, or None.
@@ -126,6 +129,7 @@ def untouched(
             if a mode of the caller tells each of them to the `Looking` that is yielded, if one is.
         but: The optimizers that may step in the block.
         before: The state of the same models, optimizer and tensors, if it is known already.
+        accumulates: Whether all leaves begin with a gradient; None for those that have one now.
 
     Raises:
         UnsupportedError: In the step of an optimizer.
@@ -147,7 +151,7 @@ def untouched(
         stack.callback(Snapshot(beside, backs_up=False).put_back)
         stack.enter_context(unreduced_gradients_aside(modules))
         known = known or Known()
-        stack.enter_context(_gradients(leaves, others, modules, known, steps=bool(but)))
+        stack.enter_context(_gradients(leaves, others, modules, known, steps=bool(but), accumulates=accumulates))
         stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
         writes = Writes([world, beside], before.buffers, before.hooked, known=known, names=names, looks=bool(looks))
@@ -176,17 +180,34 @@ def gradient_leaves(
     return [tensor for tensor in {id(t): t for t in candidates}.values() if tensor.is_leaf and tensor.requires_grad]
 
 
+def have_gradients(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a step that begins now would begin with a gradient of a leaf among tensors."""
+    return any(one.is_leaf and _begins_with_gradient(one, None) for one in tensors)
+
+
 def frees_gradient(leaf: Tensor) -> bool:
     """Return whether a hook of a leaf frees its gradient as soon as it is complete."""
     hooks: dict[int, object] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
     return bool(hooks) and any(getattr(hook, "frees_gradient", False) for hook in hooks.values())
 
 
+# NOTE [ Gradients at the beginning of a step ]
+#
+# A step begins as the user's does. After `zero_grad()` no leaf has a gradient: backward makes each, and its bytes are a
+# part of the step from then on. A leaf that has one now, or all of them if the user's loop accumulates, begin with
+# zeros in its place, which backward adds to. An optimizer that steps alone finds zeros as the gradient of each leaf:
+# whose gets one may depend on the batch, and state once made stays.
+
+
+def _begins_with_gradient(leaf: Tensor, accumulates: bool | None) -> bool:
+    return (leaf.grad is not None if accumulates is None else accumulates) and not frees_gradient(leaf)
+
+
 # NOTE [ Sparse gradients ]
 #
 # The bytes of a sparse gradient depend on the batch, and one that is added to another has the rows of both. So such a
-# leaf begins each run without a gradient, as after `zero_grad()`: the gradient is a part of the step, and stays until
-# its end. An optimizer that steps alone finds the gradient of the last run in its place.
+# leaf begins each run without a gradient, even if the loop accumulates. An optimizer that steps alone finds the
+# gradient of the last run in its place.
 
 
 def _is_sparse(leaf: Tensor, sparse: set[int]) -> bool:
@@ -195,7 +216,13 @@ def _is_sparse(leaf: Tensor, sparse: set[int]) -> bool:
 
 @contextmanager
 def _gradients(
-    leaves: list[Tensor], others: list[Tensor], modules: Iterable[nn.Module], known: Known, *, steps: bool
+    leaves: list[Tensor],
+    others: list[Tensor],
+    modules: Sequence[nn.Module],
+    known: Known,
+    *,
+    steps: bool,
+    accumulates: bool | None,
 ) -> Generator[None]:
     """Set aside the gradients of leaves, and restore the gradients of other leaves, which the step may thaw, too."""
     aside = [leaf.grad for leaf in leaves]
@@ -204,13 +231,23 @@ def _gradients(
     weights = {id(weight) for one in embeddings for weight in one._parameters.values()}
     sparse = [leaf for leaf in leaves if _is_sparse(leaf, weights)]
     own = set(map(id, sparse))
+    in_buckets = bucket_views(modules) if steps else ()
+    stand_ins: list[Tensor] = []
     try:
         for leaf, grad in zip(leaves, aside, strict=True):
             if id(leaf) in own:
                 leaf.grad = known.sparse_gradient(leaf) if steps else None
                 continue
+            begins = _begins_with_gradient(leaf, accumulates)
             like = leaf if grad is None or (is_wrapper(grad) and not is_wrapper(leaf)) else grad
-            leaf.grad = None if frees_gradient(leaf) and not steps else torch.zeros_like(like, requires_grad=False)
+            leaf.grad = None
+            if begins or steps:
+                leaf.grad = torch.zeros_like(like, requires_grad=False)
+                if not begins and id(leaf) not in in_buckets:
+                    stand_ins.append(leaf.grad)
+        if steps:
+            known.note_stand_ins(stand_ins)
+        del stand_ins
         yield
         if not steps:
             known.note_sparse(sparse)

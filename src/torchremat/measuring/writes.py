@@ -6,6 +6,7 @@
     small tensors that are not parameters          it is small                        likewise
     leaves with user hooks in backward, and        they exist                         likewise
     tensors of their shapes that hooks reach
+    tensors that communication hooks keep          likewise                           likewise
     `.data`, set to other memory                   the storage is another one         the leaf has its own again
     the same, of a parameter that a store has      it is not what came from there     an error that names it
     anything else                                  its version has moved              an error that names it
@@ -27,12 +28,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hidden, hiding
 from torchremat.errors import StepError, first_of
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.storages import address_of, storages_in
+from torchremat.measuring.storages import address_of, storages_in, tensors_in
 from torchremat.regions.selective.cache import written_by
 from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.state.backups import SMALL_BYTES
@@ -59,10 +61,17 @@ class Known:
         self.has_looked = False
         self._written: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, tuple[str, int]] = {}  # by address: type of device, and bytes
 
     def note_sparse(self, leaves: Iterable[Tensor]) -> None:
         """Note the gradients of leaves whose gradients may be sparse. See NOTE [ Sparse gradients ]."""
         self._sparse.update((id(one), one.grad) for one in leaves if one.grad is not None)
+
+    def note_stand_ins(self, gradients: Iterable[Tensor]) -> None:
+        """Note the gradients that an optimizer finds when it steps alone, and that no step begins with."""
+        # The device of a fake's storage is not its own.
+        found = [(one.device.type, one.untyped_storage()) for one in tensors_in(list(gradients))]
+        self._stand_ins = {address_of(storage): (kind, taken_bytes(storage)) for kind, storage in found}
 
     def sparse_gradient(self, leaf: Tensor) -> Tensor:
         """Return a copy of the noted gradient of a leaf; one without rows if none is noted."""
@@ -71,11 +80,15 @@ class Known:
             return torch.zeros_like(leaf, layout=torch.sparse_coo, requires_grad=False)
         return found.detach().clone()
 
-    def sparse_bytes(self, device: torch.device, inputs: Iterable[Tensor]) -> int:
-        """Return the bytes of the noted gradients on a device, without the indices that are inputs of the step."""
+    def made_bytes(self, device: torch.device, inputs: Iterable[Tensor]) -> int:
+        """Return the bytes on a device of the gradients that a step makes, and an optimizer finds that steps alone.
+
+        Of sparse gradients those of the last run, without the indices that are inputs of the step.
+        """
         there = {address_of(one) for one in storages_in(list(inputs))}
-        found = {address_of(one): one for one in storages_in(list(self._sparse.values()))}
-        return sum(one.nbytes() for key, one in found.items() if key not in there and one.device.type == device.type)
+        found = {address_of(one): (one.device.type, one.nbytes()) for one in storages_in(list(self._sparse.values()))}
+        found = {key: one for key, one in found.items() if key not in there} | self._stand_ins
+        return sum(size for kind, size in found.values() if kind == device.type)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that were written."""
@@ -200,8 +213,8 @@ class HostCopies:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Copy another tensor, unless it is copied already."""
-        if id(tensor) not in self._copies:
+        """Copy another tensor, unless it is copied already or has no values."""
+        if id(tensor) not in self._copies and not tensor.is_meta:
             with hiding():
                 self._copies[id(tensor)] = Versioned(tensor), tensor.detach().to("cpu", copy=True)
 
@@ -294,6 +307,13 @@ def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
         shapes = {one.shape for one in found.values()}
         found.update((id(one), one) for one in world.tensors if one.shape in shapes)
     return list(found.values())
+
+
+def tensors_of(hooks: Sequence[object]) -> list[Tensor]:
+    """Return the tensors that communication hooks keep, which they write in threads where no mode sees it."""
+    world = World()
+    reach(world, hooks, are_whole=True)
+    return world.loose
 
 
 def hooks_of(leaf: Tensor) -> list[object]:

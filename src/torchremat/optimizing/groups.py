@@ -12,6 +12,7 @@ the whole step began with, and each part of a group has to leave the same option
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -135,3 +136,8 @@ def move_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:
     silent = [one for one, version in zip(parameters, before, strict=True) if one._version == version]
     if silent:
         torch.autograd.graph.increment_version(silent)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block without autocast on a device: a backward may run under it, and a step does not."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

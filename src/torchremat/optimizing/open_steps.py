@@ -45,11 +45,15 @@ class OpenStep:
 
     Attributes:
         known: How many parameters had state when it was opened.
+        backwards: The backwards that have made parts of it, and have not ended: they run, or have failed.
+        is_over: Whether state was loaded since: the next backward begins another step, and this one cannot end.
         group_of: The group of each parameter, by the id of the parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.known = len(optimizer.state)
+        self.backwards: set[int] = set()
+        self.is_over = False
         self.group_of = groups_by_parameter(optimizer)
         self._name = type(optimizer).__name__
         self._parts: dict[int, _Stepped] = {}
@@ -65,6 +69,31 @@ class OpenStep:
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def done(self, names: Mapping[int, str]) -> str:
+        """Return how many parameters have stepped, and which, in words."""
+        found = [names.get(id(one)) for one in self]
+        which = f" ({', '.join(name for name in found if name)})" if any(found) else ""
+        return f"{len(self)} of {len(self.group_of)} parameters had made this step{which}"
+
+    def failed(self, running: int, names: Mapping[int, str]) -> str:
+        """Return where the step stands, if a backward other than the running one has not ended; else ""."""
+        if not self.backwards.difference((running,)):
+            return ""
+        return (
+            f"a backward has failed when {self.done(names)}. The others have not: load a checkpoint of the model and "
+            "of the optimizer before you go on, whose `load_state_dict()` begins afresh."
+        )
+
+    def put_state_in_order(self, optimizer: Optimizer) -> None:
+        """Let state that the step has made lie in the order in which a whole step would have made it."""
+        state = optimizer.state
+        made = list(dict.items(state))[self.known :]
+        if len(made) > 1:
+            place = {one: number for number, one in enumerate(self.group_of)}
+            for key, _ in made:
+                del state[key]
+            state.update(sorted(made, key=lambda item: place.get(id(item[0]), 0)))
 
     def make(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Make the part for some parameters. See NOTE [ A part of a step ].
@@ -170,3 +199,20 @@ def _is_state(before: _State, now: _State) -> bool:
         then[0] == one[0] and (_STORED in (then[1], one[1]) or then == one)
         for then, one in zip(before, now, strict=True)
     )
+
+
+class RunClosure:
+    """Stands for a closure that has run, and returns what it has returned. To run it again would train again."""
+
+    def __init__(self, loss: object, optimizer: str) -> None:
+        self._losses = [loss]
+        self._optimizer = optimizer
+
+    def __call__(self) -> object:
+        """Return what the closure has returned, once."""
+        if not self._losses:
+            raise UnsupportedError(
+                f"{self._optimizer}.step(closure) calls the closure several times, so its step cannot be made in "
+                "parts. Keep its gradients and its state as they are."
+            )
+        return self._losses.pop()

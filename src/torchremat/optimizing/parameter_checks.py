@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchremat._compat.data_parallel import data_parallel_around
 from torchremat._compat.dynamo import is_compiled
-from torchremat._compat.sharding import data_parallel_around, is_managed
+from torchremat._compat.sharding import is_managed
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.communication import is_reduced_in_buckets
 from torchremat.optimizing.module_runs import keeps_in_store

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -26,9 +27,9 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
-from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on
+from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on, without_autocast
 from torchremat.optimizing.moving import StateMover
-from torchremat.optimizing.open_steps import OpenStep
+from torchremat.optimizing.open_steps import OpenStep, RunClosure
 from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
@@ -73,6 +74,14 @@ def steps_in_parts(optimizer: Optimizer) -> PartialSteps | None:
     return _all.get(optimizer)
 
 
+def note_failed(optimizer: Optimizer | None, error: BaseException) -> None:
+    """Add to an error that has left a backward where the step stands that this backward has made parts of."""
+    steps = None if optimizer is None else steps_in_parts(optimizer)
+    failed = "" if steps is None else steps.failed()
+    if steps is not None and failed and not any("had made this step" in one for one in getattr(error, "__notes__", ())):
+        error.add_note(f"{steps.name}: {failed}")
+
+
 class _Rehearsed(NamedTuple):
     """The parts of a step that are run to be measured, in one backward."""
 
@@ -101,6 +110,7 @@ class PartialSteps:
         self._before_step = optimizer.register_step_pre_hook(self._before)
         self._after_step = optimizer.register_step_post_hook(self._after)
         self._before_saving = optimizer.register_state_dict_pre_hook(self._check_saving)
+        self._after_loading = optimizer.register_load_state_dict_post_hook(self._loaded)
         self._lock = threading.RLock()
         self._open_step: OpenStep | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -117,12 +127,36 @@ class PartialSteps:
 
     def check_closed(self, asked: str) -> None:
         """Raise an UnsupportedError if a part of a step was made, and the user's `step()` has not ended it."""
+        self.check_backwards(asked)
         if self._open_step:
             raise UnsupportedError(
                 f"{asked}: a backward has released gradients. Call `optimizer.step()` first; or, if it was the "
                 "backward of another optimizer's loss, load a checkpoint, and keep that loss out of these parameters "
                 "by `requires_grad_(False)`."
             )
+
+    def check_backwards(self, asked: str) -> None:
+        """Raise an UnsupportedError if a backward has made parts of a step, and failed."""
+        if current_graph_task() < 0 and (failed := self.failed()):
+            raise UnsupportedError(f"{asked}: {failed}")
+
+    def failed(self) -> str:
+        """Return where the open step stands, if a backward has made parts of it and has not ended; else ""."""
+        step = self._open_step
+        return "" if step is None else step.failed(current_graph_task(), self.names)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        with self._lock:
+            step = self._open_step
+            if step is None:
+                return
+            if self.release is not None and not self.failed():
+                step.is_over = True  # a plain `step()` would still step, on the loaded state: see `check_unchanged`
+                return
+            self._close(optimizer)
+            for one in parameters_of([optimizer]):
+                if isinstance(one.grad, ReleasedGradient):
+                    one.grad = None
 
     def _check_saving(self, _: Optimizer) -> None:
         # The loss of another optimizer may have gone through these parameters, and no `step()` of this one follows.
@@ -134,7 +168,8 @@ class PartialSteps:
 
     def is_done(self, parameter: Tensor) -> bool:
         """Return whether a parameter has made its part of the open step."""
-        return self._open_step is not None and parameter in self._open_step
+        step = self._open_step
+        return step is not None and not step.is_over and parameter in step
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter, for messages."""
@@ -147,6 +182,7 @@ class PartialSteps:
             self._before_step.remove()
             self._after_step.remove()
             self._before_saving.remove()
+            self._after_loading.remove()
             _all.pop(optimizer, None)
 
     def step(self, parameters: Sequence[Tensor], released: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -165,11 +201,15 @@ class PartialSteps:
         with self._lock:
             check_may_step(optimizer)
             step = self._opened(optimizer)
+            task = current_graph_task()
+            if task >= 0 and task not in step.backwards:
+                step.backwards.add(task)
+                at_end_of_backward(partial(step.backwards.discard, task))
             is_written = False
             try:
                 with self._in_memory(optimizer, parameters):
                     is_written = True
-                    with _without_autocast(parameters[0].device):
+                    with without_autocast(parameters[0].device):
                         step.make(optimizer, parameters)
                     is_written = False
                 if released is not None:
@@ -201,7 +241,7 @@ class PartialSteps:
                     at_end_of_backward(self.end_rehearsal)
             made = without_state(state, parameters)
             with self._in_memory(optimizer, parameters):
-                with undone(state, parameters), _without_autocast(parameters[0].device):
+                with undone(state, parameters), without_autocast(parameters[0].device):
                     step_on(optimizer, parameters, self._rehearsed.group_of)
                 self._rehearsed.options.put_back()
             drop_state(state, made)
@@ -258,7 +298,7 @@ class PartialSteps:
             self.mover.end()
 
     def _opened(self, optimizer: Optimizer) -> OpenStep:
-        if self._open_step is None:
+        if self._open_step is None or self._open_step.is_over:
             self._show()  # of a step whose own code has raised
             self._open_step = OpenStep(optimizer)
             if self.mover is not None:
@@ -266,7 +306,7 @@ class PartialSteps:
         return self._open_step
 
     def _in_memory(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return self._moved(optimizer, parameters) if self._moves else _AS_IT_IS
+        return self._moved(optimizer, parameters) if self._moves else nullcontext()
 
     @contextmanager
     def _moved(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Generator[None]:
@@ -280,13 +320,11 @@ class PartialSteps:
                 self.mover.give(optimizer.state, parameters)
 
     def _where_it_stands(self, step: OpenStep, parameters: Sequence[Tensor], *, is_written: bool) -> str:
-        names = [self.names.get(id(one)) for one in step]
-        done = f" ({', '.join(name for name in names if name)})" if any(names) else ""
         at = ", ".join(map(self.name_of, parameters))
         half = f"; {at} may be in the middle of it" if is_written else ""
         return (
-            f"{self.name} was at {at}. {len(step)} of {len(step.group_of)} parameters had made this step{done}"
-            f"{half}; all others, and their state, are as before it. Load a checkpoint before you go on."
+            f"{self.name} was at {at}. {step.done(self.names)}{half}; all others, and their state, are as before it. "
+            "Load a checkpoint before you go on."
         )
 
     # ------------------------------------------------------------------------------------------- the user's `step()`
@@ -303,6 +341,7 @@ class PartialSteps:
                 "already. Register such a hook before torchremat.offload_optimizer; with "
                 "torchremat.release_gradients there can be none."
             )
+        self.check_backwards("step()")
         if self.release is not None:
             self.release.check_step()
         changed = None
@@ -310,9 +349,9 @@ class PartialSteps:
             # Outside of the lock: threads of its backward may make parts of the step.
             with torch.enable_grad():
                 loss = cast("Callable[[], object]", closure)()
-            changed = (*args[:1], _Once(loss, self.name)), {}
+            changed = (*args[:1], RunClosure(loss, self.name)), {}
         with self._lock:
-            step = self._opened(optimizer)
+            step = self._open_step or self._opened(optimizer)
             if not self._hidden:  # else it is the step of a base class, which runs hooks as well
                 step.check_unchanged(optimizer, self.names)
             if self._moves:
@@ -325,16 +364,19 @@ class PartialSteps:
     @outside_graphs
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         with self._lock:
-            self._show()
             if self._open_step is not None:
-                _put_in_order(optimizer, self._open_step)
-                self._open_step = None
-            if self.mover is not None:
-                self.mover.end()
-            for keeper in self.keepers:
-                keeper.end()
-            if self.release is not None:
-                self.release.end_step(optimizer)
+                self._open_step.put_state_in_order(optimizer)
+            self._close(optimizer)
+
+    def _close(self, optimizer: Optimizer) -> None:
+        self._show()
+        self._open_step = None
+        if self.mover is not None:
+            self.mover.end()
+        for keeper in self.keepers:
+            keeper.end()
+        if self.release is not None:
+            self.release.end_step(optimizer)
 
     # The optimizer's own code runs in `step()` once more. It must find nothing of what has stepped.
 
@@ -352,42 +394,7 @@ class PartialSteps:
                 one.grad = gradient
 
 
-class _Once:
-    """Stands for a closure that has run, and returns what it has returned. To run it again would train again."""
-
-    def __init__(self, loss: object, optimizer: str) -> None:
-        self._losses = [loss]
-        self._optimizer = optimizer
-
-    def __call__(self) -> object:
-        if not self._losses:
-            raise UnsupportedError(
-                f"{self._optimizer}.step(closure) calls the closure several times, so its step cannot be made in "
-                "parts. Keep its gradients and its state as they are."
-            )
-        return self._losses.pop()
-
-
-def _put_in_order(optimizer: Optimizer, step: OpenStep) -> None:
-    """Let state that the step has made lie in the order in which a whole step would have made it."""
-    state = optimizer.state
-    made = list(dict.items(state))[step.known :]
-    if len(made) > 1:
-        place = {one: number for number, one in enumerate(step.group_of)}
-        for key, _ in made:
-            del state[key]
-        state.update(sorted(made, key=lambda item: place.get(id(item[0]), 0)))
-
-
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
     return [
         one for one in parameters_of([optimizer]) if one.grad is not None and not isinstance(one.grad, ReleasedGradient)
     ]
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    # A backward may run under autocast, and a step does not.
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _AS_IT_IS

@@ -231,13 +231,13 @@ class GradientRelease:
                 "backward without, and with several before it say release_gradients(..., accumulates=True)."
             )
         if steps.is_done(parameter):
+            if failed := steps.failed():
+                raise UnsupportedError(f"the gradient of {steps.name_of(parameter)} is complete again: {failed}")
             raise UnsupportedError(
                 f"the gradient of {steps.name_of(parameter)} is complete for a second time, and its parameter has "
                 "stepped on the first. Call `optimizer.step()` after each backward; with several backwards for a step "
-                "say release_gradients(..., accumulates=True) and last_microbatch(). If it was the loss of another "
-                "optimizer, as a generator's that goes through its discriminator, `requires_grad_(False)` on these "
-                "parameters keeps them out of its backward. After a backward that has failed in the middle, load a "
-                "checkpoint: some parameters have made its step."
+                "say release_gradients(..., accumulates=True) and last_microbatch(). If it was another loss, like "
+                "a generator's through its discriminator, `requires_grad_(False)` keeps these parameters out of it."
             )
 
     def _tombstone(self, steps: PartialSteps, parameter: Tensor) -> ReleasedGradient:

@@ -13,6 +13,7 @@ import torch
 
 from torchremat.errors import UnsupportedError, check_flags
 from torchremat.planning.devices.device import Device
+from torchremat.planning.peers.peers import Group, check_group
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.search_budget import Progress, checked
 from torchremat.planning.stepping import NO_STORES, Stepping, StepStores, ways_of_stepping
@@ -40,8 +41,10 @@ class PlanOptions:
             complete, and the gradient is freed: True, or `"auto"` if the plan may choose it, where it is faster than
             other ways to fit the budget. See `torchremat.release_gradients`, whose rules are those of the training loop
             then.
-        accumulates: With `release_gradients`: whether several backwards come before each step of `optimizer`. Only the
-            last one releases, and `torchremat.last_microbatch(optimizer)` says before it that it is the last.
+        accumulates: Whether steps begin with the gradients of others before them: several backwards come before each
+            step of `optimizer`, or gradients are set to zero, or dropped after the forward. A parameter that has a
+            gradient now is counted with it in any case. With `release_gradients` only the last of these backwards
+            releases, and `torchremat.last_microbatch(optimizer)` says before it that it is the last.
         clip_value: With `release_gradients`: as of `clip_grad_value_`.
         optimizer_store: A store where the state of `optimizer` may wait, if that is faster than other ways to fit the
             budget. See `torchremat.offload_optimizer`.
@@ -49,6 +52,9 @@ class PlanOptions:
             allowed fits the budget, or none is as fast. See `torchremat.offload_parameters`.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
             and batch may be real, on the meta device, or fakes.
+        group: The processes that plan together: `"step"` for those that the step communicates with, as its runs show; a
+            process group, where it communicates in ways that torch.distributed does not see; or None for this process
+            alone, which is refused where the step communicates.
         progress: Called with the progress of planning; an exception that it raises ends planning. If not given, `plan`,
             `frontier` and `fit` show a bar in a terminal beyond two seconds, if rich is installed; False for neither.
             `progress_bar` of `torchremat.reports.bars` makes an observer that shows a bar.
@@ -71,21 +77,23 @@ class PlanOptions:
     optimizer_store: Store | None = None
     parameter_store: Store | None = None
     on: Literal["meta"] | None = None
+    group: Group = "step"
     progress: Callable[[Progress], None] | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         check_cost(self.cost)
         check_flags(operators=self.operators, allow_lossy=self.allow_lossy, accumulates=self.accumulates)
         checked(self.progress)
+        check_group(self.group)
         object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
         if self.release_gradients not in (True, False, "auto") or type(self.release_gradients) is int:
             raise UnsupportedError(
                 f'release_gradients={self.release_gradients!r}: allowed are True, False and "auto", with which the '
                 "plan may choose it."
             )
-        if not self.release_gradients and (self.accumulates or self.clip_value is not None):
+        if not self.release_gradients and self.clip_value is not None:
             raise UnsupportedError(
-                "accumulates= and clip_value= say how gradients are released. Leave them out, or allow that with "
+                "clip_value= says how gradients are released. Leave it out, or allow that with "
                 'release_gradients=True or "auto".'
             )
         check_step_stores(self.step_stores)
@@ -105,6 +113,16 @@ class PlanOptions:
     def step_stores(self) -> StepStores:
         """The stores where the optimizer's state and parameters may wait."""
         return StepStores(state=self.optimizer_store, parameters=self.parameter_store)
+
+    @property
+    def in_words(self) -> str:
+        """The options that decide about a plan, alike in processes that plan together."""
+        kinds = {"optimizer", "optimizer_store", "parameter_store", "stores"}  # each process has its own
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in kinds:
+            value = found[name]
+            found[name] = [type(one).__name__ for one in (value if isinstance(value, tuple) else (value,))]
+        return ", ".join(f"{name}={found[name]!r}" for name in found if name not in ("device", "group", "progress"))
 
     @property
     def ways_of_stepping(self) -> tuple[Stepping, ...]:
@@ -151,6 +169,7 @@ class StepKeywords(TrainingKeywords, total=False):
     clip_value: float | None
     stores: Sequence[Store]
     allow_lossy: bool
+    group: Group
     progress: Callable[[Progress], None] | Literal[False] | None
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from torch import nn
 
-from torchremat.errors import BudgetError, DeviceError
+from torchremat.errors import BudgetError, BudgetWarning, DeviceError, warn
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bars import shown
-from torchremat.planning.budgets import Relative, margin_of, relative_of
+from torchremat.planning.budgets import Relative, checked_bytes, margin_of, relative_of
 from torchremat.planning.devices.calibration import device_here
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import bare
@@ -23,11 +25,41 @@ from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
 from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution, check_request
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.results.descriptions import nothing_fits, plan_of, with_optimizer
+from torchremat.planning.results.descriptions import nothing_fits, plan_of, with_own
 from torchremat.planning.results.frontiers import POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.storing import LEAST_GAIN
 from torchremat.planning.stepping import Stepping
+from torchremat.tensors.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetGiven:
+    """A budget as a process gives it.
+
+    Attributes:
+        budget: The budget.
+        margin_bytes: Bytes of it to leave free.
+        tighten_bytes: Bytes by which the measured peak of an earlier plan was above it.
+    """
+
+    budget: int | str
+    margin_bytes: int
+    tighten_bytes: int
+
+    @property
+    def relative(self) -> Relative | None:
+        """The budget as a share, if it is one."""
+        return relative_of(self.budget)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of it that the plan must not use."""
+        return self.margin_bytes + self.tighten_bytes
+
+    def __str__(self) -> str:
+        margin = f" with {format_bytes(self.margin_bytes)} left free" if self.margin_bytes else ""
+        return f"{self.budget}{margin}"
 
 
 class Planner(ProfiledStep):
@@ -36,6 +68,8 @@ class Planner(ProfiledStep):
     Args:
         model: The model.
         step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
+        within: Bytes that profiles are kept within, where plans themselves can be, like `"6GiB"`; each plan for a
+            budget in bytes is made within that budget in any case.
         options: The fields of `PlanOptions`. Progress is not shown by default.
 
     Attributes:
@@ -52,8 +86,11 @@ class Planner(ProfiledStep):
 
     @without_our_frames
     @takes(PlanKeywords)
-    def __init__(self, model: nn.Module, step: Step, **options: Unpack[PlanKeywords]) -> None:
-        placed = PlacedStep(model, step, PlanOptions(**options))
+    def __init__(
+        self, model: nn.Module, step: Step, *, within: int | str | None = None, **options: Unpack[PlanKeywords]
+    ) -> None:
+        limit_bytes = None if within is None or relative_of(within) else checked_bytes(within)
+        placed = PlacedStep(model, step, PlanOptions(**options), limit_bytes)
         self._ways = list(placed.options.ways_of_stepping)
         while True:
             try:
@@ -100,48 +137,69 @@ class Planner(ProfiledStep):
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
         self.placed.begin()
-        relative, margin_bytes = relative_of(budget), margin_of(margin)
-        if relative is not None:
-            self.plain_peak()
-        made = self.for_all(lambda: self._planned(budget, relative, margin_bytes, tighten_bytes))
-        return with_optimizer(made, self.options)
+        own = BudgetGiven(budget=budget, margin_bytes=margin_of(margin), tighten_bytes=tighten_bytes)
+        solutions: dict[Stepping, Solution] = {}
+        with self._peers.together():
+            given = list(dict.fromkeys(self._peers.all(lambda: own)))
+            sizes = {one: self._bytes_of(one) for one in given}
+            tightest = min(sizes, key=lambda one: sizes[one] - one.reserved_bytes)
+            with self.placed.within(None if tightest.relative else sizes[tightest]):
+                chosen = self._cheapest(sizes[tightest] - tightest.reserved_bytes, solutions)
+                found = solutions.get(chosen.stepping)
+                made = chosen.for_all(lambda: self._planned(chosen, found, sizes[tightest], tightest))
+        if len(given) > 1:
+            warn(
+                f"the processes that plan together have different budgets ({', '.join(map(str, given))}); the plan is "
+                f"for the tightest of them, {format_bytes(made.budget_bytes)}.",
+                BudgetWarning,
+            )
+        return with_own(made, self.options)
 
-    def _planned(self, budget: int | str, relative: Relative | None, margin_bytes: int, tighten_bytes: int) -> Plan:
-        reserved_bytes = margin_bytes + tighten_bytes
-        size = self.bytes_of(budget) if relative is None else self._bytes_of_relative(relative, reserved_bytes)
-        found = self._cheapest(size - reserved_bytes)
-        known = (self, *self._others.values())
+    def _planned(self, chosen: ProfiledStep, found: Solution | None, size: int, given: BudgetGiven) -> Plan:
+        known, budget = (self, *self._others.values()), str(given.budget)
         with heap_set_aside():
             if found is None:
                 lowest = min(known, key=lambda one: one.lowest_bytes)
-                raise BudgetError(nothing_fits(lowest, size, str(budget), reserved_bytes))
-            return plan_of(found.profiled, found.candidate, size, str(budget), margin_bytes=margin_bytes, beside=known)
+                raise BudgetError(nothing_fits(lowest, size, budget, given.reserved_bytes))
+            return plan_of(chosen, found.candidate, size, budget, margin_bytes=given.margin_bytes, beside=known)
 
-    def _cheapest(self, limit_bytes: int) -> Solution | None:
-        """Return the cheapest tree in any way of stepping that fits; a way is profiled once it may be the cheapest."""
-        best: Solution | None = None
+    def _cheapest(self, limit_bytes: int, solutions: dict[Stepping, Solution]) -> ProfiledStep:
+        """Return the step in the way of stepping with the cheapest tree that fits; the first way if none does.
+
+        A way is profiled once it may be the cheapest. The trees come into `solutions`, in the process that seeks them.
+        """
+
+        def sought() -> float:
+            if (found := own.best(limit_bytes)) is None:
+                return math.inf
+            solutions[way] = found
+            return found.cost
+
+        chosen, least = self, math.inf
         for way in self._ways:
-            if best is not None and not self._may_be_cheaper(way, best):
+            if not self._may_be_cheaper(way, least):
                 break
-            found = self._in(way).best(limit_bytes)
-            if found is not None and (best is None or found.cost + self._least_gain < best.cost):
-                best = found
-        return best
+            own = self._in(way)
+            _ = own.added_s  # which all processes measure
+            cost = self.by_one(sought)
+            if cost + self._least_gain < least:
+                chosen, least = own, cost
+        return chosen
 
-    def _may_be_cheaper(self, way: Stepping, best: Solution) -> bool:
-        if self.solver.cost_unit != "seconds":
-            return best.cost > 0
-        if best.cost <= self._least_gain:
+    def _may_be_cheaper(self, way: Stepping, cost: float) -> bool:
+        if math.isinf(cost) or self.solver.cost_unit != "seconds":
+            return cost > 0
+        if cost <= self._least_gain:
             return False  # the seconds of ways need not be known
         backward_s = self.profile.seconds - self.profile.forward_seconds
-        return self.placed.added_s(way, backward_s) + self._least_gain < best.cost
+        return self.placed.added_s(way, backward_s) + self._least_gain < cost
 
     @property
     def _least_gain(self) -> float:
         return LEAST_GAIN * self.profile.seconds if self.solver.cost_unit == "seconds" else 0.0
 
     def _in(self, way: Stepping) -> ProfiledStep:
-        """Return the profile in a way of stepping."""
+        """Return the profile in a way of stepping, in all processes."""
         if way == self.stepping:
             return self
         if way not in self._others:
@@ -151,35 +209,42 @@ class Planner(ProfiledStep):
     @property
     def floor_bytes(self) -> int:
         """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
-        return min(self._in(way).lowest_bytes for way in self._ways)
+        ways = [self._in(way) for way in self._ways]
+        return self.by_one(lambda: min(one.lowest_bytes for one in ways))
 
-    def _bytes_of_relative(self, budget: Relative, reserved_bytes: int) -> int:
-        """Return a relative budget in bytes; reserved bytes come on top of the smallest."""
+    def _bytes_of(self, given: BudgetGiven) -> int:
+        """Return a budget in bytes; reserved bytes come on top of the smallest."""
+        if given.relative is None:
+            return max(self._peers.all(lambda: self.bytes_of(given.budget)))
 
         def smallest() -> int:
-            found: list[int] = []
-            for way in self._ways:
-                profiled = self._in(way)
-                with heap_set_aside(), profiled.solver.search_budget.running(1 - SOLVING_SHARE):
-                    found.append(profiled.lowest_bytes)
-            return min(found) + reserved_bytes
+            found = [self.by_one(partial(_lowest_bytes, self._in(way))) for way in self._ways]
+            return min(found) + given.reserved_bytes
 
-        plain_bytes, _ = self.known_plain()
-        return budget.bytes(plain_bytes=plain_bytes, before_bytes=self.plain_fixed_bytes, smallest=smallest)
+        plain_bytes, _ = self.plain_peak()
+        return given.relative.bytes(plain_bytes=plain_bytes, before_bytes=self.plain_fixed_bytes, smallest=smallest)
 
     @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return peak and time of a step under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         self.placed.begin()
-        return frontier_of([self._in(way) for way in self._ways], points)
+        with self._peers.together():
+            return frontier_of([self._in(way) for way in self._ways], points)
+
+
+def _lowest_bytes(profiled: ProfiledStep) -> int:
+    with heap_set_aside(), profiled.solver.search_budget.running(1 - SOLVING_SHARE):
+        return profiled.lowest_bytes
 
 
 @contextmanager
-def planner_shown(model: nn.Module, step: Step, options: PlanOptions) -> Generator[Planner]:
+def planner_shown(
+    model: nn.Module, step: Step, options: PlanOptions, within: int | str | None = None
+) -> Generator[Planner]:
     """Yield a planner whose progress is shown, by a bar if the options have no observer."""
     with shown(options.progress) as observer:
-        yield Planner(model, step, **replace(options, progress=observer).keywords)
+        yield Planner(model, step, within=within, **replace(options, progress=observer).keywords)
 
 
 @without_our_frames
@@ -211,7 +276,7 @@ def plan(
     """
     checked = PlanOptions(**options)
     check_request(model, step, checked, budget, margin=margin)
-    with planner_shown(model, step, checked) as planner:
+    with planner_shown(model, step, checked, budget) as planner:
         return planner.plan(budget, margin=margin)
 
 

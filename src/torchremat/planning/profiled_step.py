@@ -9,6 +9,7 @@ from typing import TypeVar
 from weakref import ref
 
 from torch import nn
+from torch.optim import Optimizer
 
 from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.before import BytesBefore
@@ -16,13 +17,13 @@ from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.bounds.plain_step import PlainStep, Unseen, plain_step
+from torchremat.planning.bounds.plain_step import ABOVE, PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, check_budget
 from torchremat.planning.devices.device import device_of
 from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.devices.machines import has_room
 from torchremat.planning.layout import bare
-from torchremat.planning.peers.agreement import profiled_together
+from torchremat.planning.peers.agreement import most, profiled_together
 from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
@@ -78,10 +79,18 @@ class ProfiledStep:
         self._plain: tuple[int, PlainSource] | None = None
         search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
-        with placed.profiling(), placed.stepping(stepping):
-            agreed = profiled_together(self._peers, placed.profiled, self.subject, self._machine, placed.repeats)
-            pair, self._leader = agreed.pair, agreed.largest
-            store_profiles = weighed(self.model, self.subject, pair, self.options.stores)
+        with self._peers.together(), placed.profiling(), placed.stepping(stepping):
+            agreed = profiled_together(
+                self._peers,
+                placed.profiled,
+                self.subject,
+                self._machine,
+                placed.repeats,
+                self.options.in_words,
+                allows=placed.allows,
+            )
+            pair, self._leader = agreed.pair, agreed.largest if reference is None else reference._leader
+            store_profiles = weighed(self.model, self.subject, pair, self.options.stores, self._peers)
             self.parameters = placed.parameter_bytes(stepping, pair.blocks.units.trace)
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
@@ -149,13 +158,13 @@ class ProfiledStep:
 
     @cached_property
     def released_bytes(self) -> int:
-        """Bytes of the gradients that a plain step has in memory, and a step in this way has not."""
+        """Bytes of the gradients that a plain step has in memory at its end, and a step in this way has not."""
         device, given = self.profile.device, self.options.optimizer
         if given is None or not self.stepping.releases or self.stepping.accumulates:
             return 0
         leaves = (one for one in parameters_of([given]) if one.requires_grad)
-        parts = (part for one in leaves for part in parts_of(one))
-        return sum(part.nbytes for part in parts if part.device.type == device.type)
+        sizes = [part.nbytes for one in leaves for part in parts_of(one) if part.device.type == device.type]
+        return max(self._peers.all(lambda: sum(sizes)))
 
     @cached_property
     def waiting_bytes(self) -> int:
@@ -168,18 +177,22 @@ class ProfiledStep:
     def plain_fixed_bytes(self) -> int:
         """Live bytes before a plain step; of parameters that wait in any case, the most that are in memory at once."""
         first = self.plain_profile
-        fixed_bytes = first.fixed_bytes + first.released_bytes + first.waiting_bytes
+        fixed_bytes = first.fixed_bytes + first.waiting_bytes
         if first.stepping.stores_parameters:
             fixed_bytes += first.parameters.away_bytes - first.parameters.room_bytes
         return fixed_bytes
 
-    @cached_property
+    @property
     def _plain_optimizer_peak_bytes(self) -> int:
         given = self.options.optimizer
         if given is None or self.stepping == PLAIN_STEPPING:
             return self.optimizer_peak_bytes or 0
+        least_bytes = self.plain_fixed_bytes + self.released_bytes
+        return self._measured_optimizer_bytes(given) if self.placed.allows(least_bytes) else least_bytes
+
+    def _measured_optimizer_bytes(self, given: Optimizer) -> int:
         with IfItFits():
-            found = measure_optimizer(self.subject, given, self._machine)
+            found = most(self._peers.all(lambda: measure_optimizer(self.subject, given, self._machine)))
             fixed_bytes = self.plain_fixed_bytes
             if self.placed.is_stored:
                 fixed_bytes += self.parameters.step_room_bytes - self.parameters.room_bytes
@@ -199,10 +212,12 @@ class ProfiledStep:
                 self._plain = max(self.plain_fixed_bytes + risen, self._plain_optimizer_peak_bytes), "measured"
         return self._plain
 
-    @property
+    @cached_property
     def _predicted_plain(self) -> int:
-        rises_bytes = self.solver.plain.prediction.peak_bytes
-        return max(self.plain_fixed_bytes + rises_bytes, self._plain_optimizer_peak_bytes)
+        # Of gradients that are released here, a plain step has no more than all, and none before its backward.
+        plain, released_bytes = self.solver.plain.prediction, self.released_bytes
+        rises = self._peers.all(lambda: max(plain.forward_bytes, plain.backward_bytes + released_bytes))
+        return max(self.plain_fixed_bytes + max(rises), self._plain_optimizer_peak_bytes)
 
     def _measured_plain(self) -> int | None:
         needed_bytes = self.solver.plain.prediction.peak_bytes + self.released_bytes
@@ -228,10 +243,17 @@ class ProfiledStep:
         return first or self
 
     def for_all(self, made: Callable[[], T]) -> T:
-        """Return in each process that trains the model the result made by the process with the largest step."""
+        """Return in each process that trains the model the result made by the process with the largest step.
+
+        What plans are described with is measured before, by all of them: steps reduce gradients.
+        """
         if self._peers.are_several:
-            _ = self.plain_step  # which all processes have to run, as it reduces gradients
-        return self._peers.at(self._leader, made)
+            _ = self.plain_step, self.known_plain(), self.released_bytes, self.placed.stepping_seconds
+        return self.by_one(made)
+
+    def by_one(self, found: Callable[[], T]) -> T:
+        """Return the same in each process, found by the one with the largest step, which runs nothing for it."""
+        return self._peers.at(self._leader, found)
 
     @property
     def device(self) -> str:
@@ -246,9 +268,15 @@ class ProfiledStep:
         """
         return bytes_of(budget, self.device, self._machine.capacity_bytes())
 
-    @cached_property
+    @property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a step without any recompute, which certificates are made from."""
+        runs_nothing = "_plain_step" in vars(self) or self.profile.units.trace.loops
+        allowed = runs_nothing or self.placed.allows(self.peak_of(self.solver.plain))
+        return self._plain_step if allowed else Unseen(reason=ABOVE)
+
+    @cached_property
+    def _plain_step(self) -> PlainStep | Unseen:
         with bare(self.model):
             return plain_step(
                 self.subject,

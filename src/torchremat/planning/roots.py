@@ -16,9 +16,9 @@ def fitted(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region across two scopes, and calls that a scope cannot tell apart treated alike.
 
     A root that is called several times in a step has one scope, whose choices hold for each of its calls; the same
-    holds for the choices for a module that several roots call. See also `by_shard`.
+    holds for the choices for a module that several roots call. See also `by_shard`, and NOTE [ Exchanges in a plan ].
     """
-    tree = by_shard(units, tree)
+    tree = _pinned_apart(units.pinned, by_shard(units, tree))
     if len(units.rows) <= 1:
         return tree
     keys = [tuple(units.units[index].keys for index in row) for row in units.rows]
@@ -89,6 +89,19 @@ def _parted(tree: Tree, labels: Sequence[str]) -> Tree:
         if len(set(labels[inside[0].first : inside[-1].last + 1])) == 1:
             return (RegionNode(inside),)
         return tuple(map(_alone, inside))
+
+    return rebuilt(tree, region=lambda _, inside: parted(inside))
+
+
+def _pinned_apart(pinned: frozenset[int], tree: Tree) -> Tree:
+    """Return the tree with no region over pinned units: these are kept, as a whole or in part."""
+    if not pinned:
+        return tree
+
+    def parted(inside: Tree) -> Tree:
+        if pinned.isdisjoint(range(inside[0].first, inside[-1].last + 1)):
+            return (RegionNode(inside),)
+        return tuple(node if node.first in pinned else _alone(node) for node in inside)
 
     return rebuilt(tree, region=lambda _, inside: parted(inside))
 

@@ -263,12 +263,11 @@ def optimizer_for(model: nn.Module, stepping: Stepping, optimizer: Optimizer | N
     return optimizer
 
 
-def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer | None, *, are_several: bool) -> None:
+def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer | None) -> None:
     """Raise if a plan cannot choose among ways of stepping, whatever the budget.
 
     Raises:
-        UnsupportedError: There is no optimizer, or it cannot step in one of the ways, or the processes would choose
-            each for itself.
+        UnsupportedError: There is no optimizer, or it cannot step in one of the ways.
     """
     others = [one for one in ways if one != PLAIN_STEPPING]
     if not others:
@@ -277,12 +276,6 @@ def check_ways(ways: Iterable[Stepping], model: nn.Module, optimizer: Optimizer 
         raise UnsupportedError(
             "release_gradients=, optimizer_store= and parameter_store= are about the step of an optimizer, and none is "
             "given: pass the one that trains the model, `optimizer=`."
-        )
-    if are_several and (len(others) > 1 or others != list(ways)):
-        raise UnsupportedError(
-            'release_gradients="auto", optimizer_store= and parameter_store= are chosen by seconds that each process '
-            "measures for itself, and processes that train one model need one plan. Say release_gradients=True; for "
-            "the state call `torchremat.offload_optimizer` before you plan."
         )
     if any(one.stores_parameters for one in others):
         check_model(model, None)

@@ -7,7 +7,7 @@ back at once under the allocator's events, and drop it. Units of one signature w
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import cast
 
@@ -21,6 +21,8 @@ from torchremat.measuring.storages import address_of
 from torchremat.measuring.store_speeds import Payload, measured_speed
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.peers.agreement import most
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
@@ -122,8 +124,12 @@ def _lossy_in(store: object) -> object:
     return next((found for one in _inside(store) if (found := _lossy_in(one)) is not None), None)
 
 
-def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Sequence[Store]) -> tuple[StoreProfile, ...]:
+def weighed(
+    model: nn.Module, subject: Subject, pair: ProfilePair, stores: Sequence[Store], peers: Peers | None = None
+) -> tuple[StoreProfile, ...]:
     """Return the offload sizes of units, whole and split; the step's forward runs once or twice for each store.
+
+    Of several processes the largest bytes, the slowest seconds and the smallest limit count.
 
     Raises:
         UnsupportedError: The step calls the model, or modules of it, several times.
@@ -135,24 +141,43 @@ def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Seque
             f"stores=: the step makes {len(profile.units.roots)} calls (of {names}), and stores can be planned for a "
             "step that calls the model once. Leave `stores` out, or let one module make all the calls."
         )
-    return tuple(_offer(model, subject, pair, place, store) for place, store in enumerate(stores))
+    peers = peers or Peers()
+    return tuple(_offer(model, subject, pair, place, store, peers) for place, store in enumerate(stores))
 
 
-def _offer(model: nn.Module, subject: Subject, pair: ProfilePair, place: int, store: Store) -> StoreProfile:
-    offload_sizes, payload = _weighed(model, subject, pair.blocks, store)
+def _offer(
+    model: nn.Module, subject: Subject, pair: ProfilePair, place: int, store: Store, peers: Peers
+) -> StoreProfile:
+    offload_sizes, payload = _weighed(model, subject, pair.blocks, store, peers)
     if pair.leaves is not None:
-        offload_sizes = _weighed(model, subject, pair.leaves, store)[0] | offload_sizes
+        offload_sizes = _weighed(model, subject, pair.leaves, store, peers)[0] | offload_sizes
     limit_bytes = limit_bytes_of(store)
-    return StoreProfile(
-        store=place,
-        offload_sizes=offload_sizes,
-        speed=measured_speed(store, pair.blocks.device, payload, limit_bytes),
-        limit_bytes=limit_bytes,
-    )
+
+    def measured() -> StoreProfile:
+        speed = measured_speed(store, pair.blocks.device, payload, limit_bytes)
+        return StoreProfile(store=place, offload_sizes=offload_sizes, speed=speed, limit_bytes=limit_bytes)
+
+    return _agreed(peers.all(measured))
+
+
+def _agreed(told: Sequence[StoreProfile]) -> StoreProfile:
+    speeds, limits = [one.speed for one in told], [one.limit_bytes for one in told if one.limit_bytes is not None]
+    speed = replace(speeds[0], out=most([one.out for one in speeds]), back=most([one.back for one in speeds]))
+    parcels = [{calls: size.parcels for calls, size in one.offload_sizes.items()} for one in told]
+    sizes = {
+        calls: OffloadSize(parcels=tuple(map(most, zip(*(one[calls] for one in parcels), strict=True))))
+        for calls, own in parcels[0].items()
+        if all(_which(own) == _which(one.get(calls, ())) for one in parcels)
+    }
+    return replace(told[0], offload_sizes=sizes, speed=speed, limit_bytes=min(limits, default=None))
+
+
+def _which(parcels: Sequence[Parcel]) -> list[tuple[int, int | None, bool]]:
+    return [(one.place, one.storage, one.leaves) for one in parcels]
 
 
 def _weighed(
-    model: nn.Module, subject: Subject, profile: Profile, store: Store
+    model: nn.Module, subject: Subject, profile: Profile, store: Store, peers: Peers
 ) -> tuple[dict[tuple[int, ...], OffloadSize], Payload]:
     """Return the offload sizes of a profile's units, and the payload of the units with most bytes to leave."""
     units = profile.units
@@ -162,9 +187,10 @@ def _weighed(
             alike.setdefault(units.signature(unit), []).append(unit)
     offload_sizes: dict[tuple[int, ...], OffloadSize] = {}
     most_bytes, payload = 0, Payload(tensors=())
-    while alike:
+    while any(peers.all(alike.__len__)):  # a forward of sharded modules runs in all processes
         first = {members[0] for members in alike.values()}
-        scales, trace = _forward(model, subject, profile, store, first, [*chain.from_iterable(alike.values())])
+        members = [*chain.from_iterable(alike.values())]
+        scales, trace = peers.each(lambda own=members, some=first: _forward(model, subject, profile, store, some, own))
         others: dict[object, list[int]] = {}
         for signature, members in alike.items():
             scale, leaving = scales[members[0]], 0

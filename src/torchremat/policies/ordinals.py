@@ -22,19 +22,26 @@ class _Ordinals(Policy):
     told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
     @cached_property
-    def asks_first(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone
-        return asked_about(self.operators, self.held)
+    def asks_first(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone
+        # A call that runs more than planned, for more of its experts say, may exchange only after them.
+        return None if self._exchanges else asked_about(self.operators, self.held)
+
+    @cached_property
+    def _exchanges(self) -> frozenset[str]:
+        return frozenset(name for name in map(self.operators.__getitem__, self.held) if _communicates(name))
 
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
         op_info = op_info_of(op)
         if op is name or not op_info.is_counted:
             return RECOMPUTE
+        if op_info.is_paired and self._exchanges:
+            return SAVE  # all alike; a send has nothing that a plan would hold
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
         if planned != op_info.name:
             # Any decision is exact; only the memory is no longer known, and this decision takes the least.
             self._tell(ctx.module, f"runs {op} as its operator number {ordinal}, and was planned with {planned} there")
-            return RECOMPUTE
+            return SAVE if op_info.name in self._exchanges else RECOMPUTE
         return SAVE if ordinal in self.held else RECOMPUTE
 
     def _tell(self, module: str | None, what: str) -> None:
@@ -58,7 +65,13 @@ def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
     Operators that write in place matter: their watcher copies held outputs in that memory first. So do operators that
     return views with their own version counter, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
     """
+    if any(_communicates(operators[number]) for number in held):
+        return len(operators)
     return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
+
+
+def _communicates(name: str) -> bool:
+    return name.partition(".")[0] in ("c10d", "_c10d_functional", "_dtensor")
 
 
 def _writes(name: str) -> bool:

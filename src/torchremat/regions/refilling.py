@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -145,7 +144,7 @@ class Refill:
         self.count = index + 1
         slots = self._slots
         if index >= len(slots):
-            self._too_many()
+            return self._too_many()
         if self._metadata is not None:
             then = self._metadata[index]
             try:
@@ -153,11 +152,11 @@ class Refill:
             except RuntimeError:
                 now = metadata_of(tensor)
             if then != now and not agree(then, now):
-                self._differs("metadata", index, now)
+                return self._differs("metadata", index, now)
             if self.values is not None:
                 found = self.values.differs(tensor, is_fresh=index in self._fresh)
                 if found is not None:
-                    self._differs("values", found, self._metadata[found])
+                    return self._differs("values", found, self._metadata[found])
         if index in self.filled:
             # Without its `grad_fn`, which would keep the recomputed graph. See NOTE [ What is handed back to autograd ]
             value = tensor if tensor.is_leaf and type(tensor) is not nn.Parameter else self._detached(tensor)
@@ -184,9 +183,11 @@ class Refill:
             self._stop()
         return tensor.detach() if self.keeps else None  # See Rule 6
 
-    def _stop(self) -> NoReturn:
+    def _stop(self) -> None:
         self.is_stopped = True
-        raise Stop  # See Rule 5
+        # A recompute that nobody needs runs on, as it would without a difference: others may wait for what it sends.
+        if self.needed >= 0:
+            raise Stop  # See Rule 5
 
     def found(self, recording: Recording) -> Tensor:
         """Return the one tensor that was asked for without an owner.
@@ -239,12 +240,12 @@ class Refill:
             for one, other in pairs
         )
 
-    def _too_many(self) -> NoReturn:
+    def _too_many(self) -> None:
         if not self.recording.is_running:
             self.difference = self.counted("too many", len(self._slots))
         self._stop()
 
-    def _differs(self, kind: Kind, index: int, now: Metadata) -> NoReturn:
+    def _differs(self, kind: Kind, index: int, now: Metadata) -> None:
         # Not raised here: user code could catch it, and a rerun finds the error.
         self.difference = self._difference(kind, index, now)
         self._stop()

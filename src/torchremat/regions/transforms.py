@@ -180,7 +180,8 @@ class _TransformedRegion(Region):
             raise UnsupportedError(
                 f"{self.recording.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute "
                 "differs: the function depends on tensors that are differentiated and are not its arguments. Pass them "
-                "as arguments, or use torch.func.grad, which calls backward before it is over."
+                "as arguments (of a `torchremat.loop`: in its carry), or use torch.func.grad, which calls backward "
+                "before it is over."
             ) from None
         finally:
             pop_grad()

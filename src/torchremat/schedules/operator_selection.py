@@ -67,6 +67,7 @@ class OperatorSelection:
         ends: How many operators the recompute passes; 0 without a recompute.
         bound: No selection within the same limit costs less; at most a ten thousandth below `cost` if it was solved to
             the end.
+        is_lowest: Whether it was chosen for its bytes alone, whatever operators cost.
     """
 
     held: frozenset[int]
@@ -74,6 +75,7 @@ class OperatorSelection:
     cost: float
     ends: int
     bound: float
+    is_lowest: bool = field(default=False, compare=False)
 
 
 def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> OperatorSelection:
@@ -116,7 +118,7 @@ def holdable(flow: Dataflow) -> list[int]:
     for index, operator in enumerate(flow.operators):
         outputs = [flow.values[value] for value in operator.outputs]
         if operator.replaceable:
-            if outputs and all(value.holdable for value in outputs):
+            if all(value.holdable for value in outputs):
                 result.append(index)
         elif any(value.needed and value.holdable for value in outputs):
             result.append(index)

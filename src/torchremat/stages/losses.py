@@ -143,7 +143,7 @@ def optimizer_bytes(
 
     check_kinds(step, None, optimizer, needs_model=False)
     check_steps_on(optimizer, [parameter for module in modules for parameter in module.parameters()])
-    subject = Subject(step=step, model=None, models=tuple(modules), inputs=(), optimizer=optimizer)
+    subject = Subject(step=step, model=None, models=tuple(modules), inputs=(), optimizer=optimizer, accumulates=True)
     there = bytes_before(models=(), leaves=(), optimizers=subject.optimizers, inputs=(), device=device).optimizer_bytes
     own = measure_optimizer(subject, optimizer, Here(device))
     return OptimizerBytes(name=own.name, state_bytes=there + own.state_bytes, peak_bytes=there + own.peak_bytes)

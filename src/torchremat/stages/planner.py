@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchremat._compat.collectives import ranks_of
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError, check_flags
 from torchremat.measuring.before import BytesBefore
@@ -21,7 +22,7 @@ from torchremat.optimizing.parameter_checks import check_in_memory
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.layout import check_bare
-from torchremat.planning.peers.peers import gathered
+from torchremat.planning.peers.peers import Peers, peers_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.results.descriptions import plan_of
@@ -83,12 +84,11 @@ class StagePlanner:
         if optimizer is not None:
             check_steps_on(optimizer, [parameter for _, module in own for parameter in module.parameters()])
         self._devices = _devices_of(pipeline)
-        self._group: dist.ProcessGroup | None = None
-        self._is_alone = isinstance(pipeline, Pipe)
         if isinstance(pipeline, Pipe):
+            self._peers = Peers()
             sites = sites_of_pipe(pipeline, step)
         else:
-            self._group = cast("dist.ProcessGroup | None", group_of(pipeline))
+            self._peers = peers_of([ranks_of(cast("dist.ProcessGroup | None", group_of(pipeline)))])
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
         resident = partial(resident_bytes, step, modules, optimizer, [one for site in sites for one in site.samples])
@@ -117,18 +117,12 @@ class StagePlanner:
 
     def _with_budgets(self, budget: Budgets, margin: int | str) -> list[tuple[_Planned, int | str]]:
         """Return the devices of this process, each with its budget."""
-        first = 0 if self._is_alone else dist.get_rank(self._group)
+        first = self._peers.place
         return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
 
     def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
         """Return the results of `work` here or, with many processes, in all of them; if one raises, all stop."""
-        if self._is_alone:
-            return work()
-        if ours_alone:
-            mine: list[T] = []
-            gathered(lambda: mine.extend(work()), self._group)
-            return mine
-        return [one for those in gathered(work, self._group) for one in those]
+        return self._peers.each(work) if ours_alone else [one for those in self._peers.all(work) for one in those]
 
 
 class _Planned:
@@ -317,7 +311,7 @@ def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: 
 
 def _planner(sample: Sample, site: Site, options: PlanOptions) -> Planner:
     try:
-        return Planner(sample.module, sample.step, **replace(options, device=site.device).keywords)
+        return Planner(sample.module, sample.step, **replace(options, device=site.device, accumulates=True).keywords)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
 

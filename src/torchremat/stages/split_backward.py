@@ -44,7 +44,7 @@ class SplitBackward:
     """
 
     def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], pair: ProfilePair) -> None:
-        subject = subject_of(step, module, None, needs_model=True)
+        subject = subject_of(step, module, None, needs_model=True, accumulates=True)
         with heap_set_aside():
             runs = {id(one): _SplitRun(module, step, subject, one) for one in pair.all}
         self._mixtures = Mixtures([pair.each(lambda own: runs[id(own)].profile())], stays=True)

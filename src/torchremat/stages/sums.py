@@ -52,7 +52,7 @@ class Sums:
     """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of it."""
 
     def __init__(self, module: nn.Module, step: Step, pair: ProfilePair, microbatches: int) -> None:
-        subject = subject_of(step, module, None, needs_model=True)
+        subject = subject_of(step, module, None, needs_model=True, accumulates=True)
         with heap_set_aside():
             runs = {id(one): _SumsRun(module, subject, one) for one in pair.all}
         are_two = microbatches == 2

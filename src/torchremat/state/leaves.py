@@ -26,13 +26,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.sharding import Shard, all_shards, is_dtensor
 from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import UnsupportedError
 from torchremat.state.containers import Dict
+from torchremat.state.optimizer_steps import after_each_step
 from torchremat.tensors.versioned import Versioned
 
 flags_of = cast("Callable[[Tensor], tuple[int, bool]]", attrgetter("_version", "requires_grad"))
@@ -139,11 +139,11 @@ def _find(wanted: nn.Module) -> dict[str, Shard]:
 @functools.cache
 def listen_to_optimizers() -> None:
     """Let every optimizer's step, from now on, move the versions of the parameters that it writes."""
-    register_optimizer_step_post_hook(_stepped)  # See NOTE [ Optimizers that bump no version ]
+    after_each_step(_stepped)  # See NOTE [ Optimizers that bump no version ]
 
 
 @outside_graphs
-def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
     written = [
         parameter
         for group in optimizer.param_groups

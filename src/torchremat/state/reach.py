@@ -153,6 +153,7 @@ _visits: dict[type, Visit] = {
 _users: weakref.WeakKeyDictionary[type, Visit] = weakref.WeakKeyDictionary()
 # Types of Python and torch in which users keep their state.
 _OPEN = (LRScheduler, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
+_OPEN_FILES = "torch.distributed.algorithms."  # of communication hooks, and of what averages models
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
 
 
@@ -197,7 +198,7 @@ def _classify(kind: type) -> Visit | None:
         return follow_file
     if hasattr(kind, "__wrapped__") or kind is type(functools.lru_cache(len)):
         return follow_object
-    if issubclass(kind, _OPEN) or not is_library(kind.__module__):
+    if issubclass(kind, _OPEN) or kind.__module__.startswith(_OPEN_FILES) or not is_library(kind.__module__):
         return follow_object
     return None
 

@@ -68,17 +68,23 @@ class DiskFile:
         Raises:
             OSError: The bytes cannot be written.
         """
-        view, checksum = data.data, Checksum(data)
+        # A copy of each block is what is summed and written, since a kernel may write to the tensor meanwhile past its
+        # version counter: oneDNN's and cuDNN's backwards use what their forwards saved as scratch memory.
+        copy = np.empty(min(BLOCK_BYTES, data.size), dtype=np.uint8)
+        checksum = Checksum(data.size)
         for place, done, size in _blocks(extents):
-            # Before the write: bytes that change in between without a new version then differ from the checksum.
-            checksum.advance(done + size)
+            start = done % BLOCK_BYTES
+            if not start:
+                block = data[done : done + BLOCK_BYTES]
+                copy[: block.size] = block
+                checksum.add(copy[: block.size])
             # Python retries after an interruption by itself; a call may write less than it was asked to.
             while size:
-                written = os.pwrite(self._descriptor, view[done : done + size], place)
+                written = os.pwrite(self._descriptor, copy.data[start : start + size], place)
                 if written <= 0:
                     raise OSError(errno.EIO, "nothing was written")
-                place, done, size = place + written, done + written, size - written
-        return checksum.number()
+                place, start, size = place + written, start + written, size - written
+        return checksum.number
 
     def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
         """Read the bytes of extents into memory, and return their checksum.
@@ -86,15 +92,16 @@ class DiskFile:
         Raises:
             OSError: The bytes cannot be read, or the file is too short.
         """
-        view, checksum = data.data, Checksum(data)
+        view, checksum = data.data, Checksum(data.size)
         for place, done, size in _blocks(extents):
             while size:
                 read = os.preadv(self._descriptor, [view[done : done + size]], place)
                 if read <= 0:
                     raise OSError(errno.EIO, f"the file ends before byte {place + size}")
                 place, done, size = place + read, done + read, size - read
-            checksum.advance(done)
-        return checksum.number()
+            if done % BLOCK_BYTES == 0 or done == data.size:
+                checksum.add(data[(done - 1) // BLOCK_BYTES * BLOCK_BYTES : done])
+        return checksum.number
 
     def __reduce__(self) -> str:
         # The default would copy the file descriptor, and closing the copy would close the original's file.
@@ -124,13 +131,14 @@ class DiskFile:
 
 
 def _blocks(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
-    """Yield offset in the file, offset in the tensor, and size, of blocks small enough to stay in a cache."""
+    """Yield offset in the file, offset in the tensor, and size, of runs that lie in one extent and one block."""
     done = 0
     for extent in extents:
-        for place in range(extent.start, extent.end, BLOCK_BYTES):
-            size = min(BLOCK_BYTES, extent.end - place)
+        place = extent.start
+        while place < extent.end:
+            size = min(BLOCK_BYTES - done % BLOCK_BYTES, extent.end - place)
             yield place, done, size
-            done += size
+            place, done = place + size, done + size
 
 
 def _reserve(descriptor: int, start: int, size: int) -> None:
@@ -174,7 +182,7 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 _WORDS = 64
 _SECTOR_BYTES = 8 * _WORDS
 _BLOCK_ROWS = 2**10
-# Bytes added per step: few enough to stay in a processor's cache between one pass over them and the next.
+# A tensor is copied, summed and written in blocks, few enough bytes to stay in a processor's cache meanwhile.
 BLOCK_BYTES = _BLOCK_ROWS * _SECTOR_BYTES
 _BITS = 2**64 - 1
 # Odd, so that multiplying by it loses no bit; from Knuth's generator MMIX.
@@ -184,43 +192,28 @@ _ODD = np.arange(1, 2 * _BLOCK_ROWS, 2, dtype=np.int64)
 
 
 class Checksum:
-    """The checksum of some bytes, computed while they come in: a number of 64 bits.
+    """The checksum of some bytes, computed block by block: a number of 64 bits.
 
     Any change within 8 bytes changes it, so each flipped bit does, and so does another length. Sectors that are
     exchanged, lost, or reverted to an earlier content go undetected in one case of 2**64 or so. Changes in one sector
     that cancel in a sum are not detected. The checksum guards against failing disks, not against intent.
 
     Args:
-        data: All of the bytes; bytes that have not come in yet may have any value.
+        size: How many bytes there are in all.
+
+    Attributes:
+        number: The checksum of the blocks so far.
     """
 
-    def __init__(self, data: NDArray[np.uint8]) -> None:
-        self._data = data
-        self._sum = data.size
-        self._done = 0
+    def __init__(self, size: int) -> None:
+        self.number = size
 
-    def advance(self, ready: int) -> None:
-        """Add the whole blocks among the bytes that are ready, and the rest if all are.
-
-        Args:
-            ready: How many bytes have come in, from the beginning.
-        """
-        while self._done + BLOCK_BYTES <= ready:
-            self._add(self._data[self._done : self._done + BLOCK_BYTES])
-            self._done += BLOCK_BYTES
-        rest = self._data[self._done :]
-        if rest.size and ready == self._data.size:
-            padded = np.zeros(-(-rest.size // _SECTOR_BYTES) * _SECTOR_BYTES, dtype=np.uint8)
-            padded[: rest.size] = rest
-            self._add(padded)
-            self._done = ready
-
-    def number(self) -> int:
-        """Return the checksum, now that all bytes have come in."""
-        self.advance(self._data.size)
-        return self._sum
-
-    def _add(self, data: NDArray[np.uint8]) -> None:
+    def add(self, block: NDArray[np.uint8]) -> None:
+        """Add the next block: `BLOCK_BYTES`, or what is left."""
+        if block.size % _SECTOR_BYTES:
+            padded = np.zeros(-(-block.size // _SECTOR_BYTES) * _SECTOR_BYTES, dtype=np.uint8)
+            padded[: block.size] = block
+            block = padded
         # Sums of arrays wrap around.
-        rows = data.view(np.int64).reshape(-1, _WORDS)
-        self._sum = (self._sum * _FACTOR + int(rows.sum(axis=1) @ _ODD[: len(rows)])) & _BITS
+        rows = block.view(np.int64).reshape(-1, _WORDS)
+        self.number = (self.number * _FACTOR + int(rows.sum(axis=1) @ _ODD[: len(rows)])) & _BITS

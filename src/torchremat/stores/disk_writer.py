@@ -367,7 +367,7 @@ class DiskWriter:
         if found != entry.checksum:
             raise StoreError(
                 f"{self._name}: {entry.content} is not what was written, its checksum differs. The disk or the file is "
-                "damaged, or the tensor was written past its version counter (`.data`, NumPy) on its way to the disk."
+                "damaged."
             )
         return fresh
 

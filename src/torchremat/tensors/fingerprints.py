@@ -107,6 +107,8 @@ def differing(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
 
 def _of(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
     # See NOTE [ What the bits of a tensor are ]
+    if tensor.is_meta:
+        return torch.zeros(2, dtype=torch.int64)
     kind = type(tensor)
     if hasattr(kind, "trigger_wait"):  # a collective may still be writing to the wrapped tensor
         return _of(cast("Any", tensor).trigger_wait(), name, by_memory)
@@ -178,6 +180,8 @@ def _plain(tensor: Tensor, *, by_memory: bool) -> Tensor:
     tensor = tensor.detach()
     if tensor._is_zerotensor():  # zero tangents of forward mode: a storage with a size and no memory
         tensor = tensor.new_zeros(tensor.shape)
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()  # NumPy takes no view of one
     # A copy, if it is lazily negated or conjugated: it may come back materialised.
     tensor = tensor.resolve_neg()
     if tensor.layout is not torch.strided:

@@ -439,7 +439,7 @@ def planned():
     wrapped(other)
     held = in_flight(program.schedule)[program.stages[0].stage_index]
     x, target = torch.randn(2, 64, 4, WIDTH)  # large, so that activations count beside gradients
-    planner = Planner(module, lambda module: loss_of(module(x.clone().requires_grad_()), target))
+    planner = Planner(module, lambda module: loss_of(module(x.clone().requires_grad_()), target), accumulates=True)
     before = 2 * sum(one.nbytes for one in module.parameters())
     one = planner.floor_bytes
     budget = before + held * (one - before)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchremat._compat.operators import is_query
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
@@ -32,8 +33,11 @@ from torchremat.schedules.bounds import Pull
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 from torchremat.tensors.metadata import covers
 
-_DEVICE = torch.ops.prim.device.default  # a query for the device of a fake is not an operator of a step
 _NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
+ABOVE = (
+    "a step without any recompute, which shows what backward reads, needs more than the budget; for a budget that is a "
+    "share of its peak it is run"
+)
 _LOOPED = "the step runs a `torchremat.loop`, which recomputes by itself"
 _COMPILED = "the step runs compiled code, of which no operators are seen"
 
@@ -86,13 +90,8 @@ def plain_step(
         return Unseen(reason=_LOOPED)
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
-
-    def stepped() -> PlainStep | Unseen:
-        with stepping():
-            return _plain_step(subject, machine, cost, profile)
-
-    with IfItFits():
-        return peers.each(stepped)
+    with IfItFits(), stepping():
+        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
     return Unseen(reason=_NO_ROOM)
 
 
@@ -163,7 +162,7 @@ class _PlainRecord:
         for event in self._backward:
             if isinstance(event, StorageFreed):
                 live_bytes -= gradients.pop(event.storage, 0)
-            elif isinstance(event, Run) and event.op_info.operator is not _DEVICE:
+            elif isinstance(event, Run) and not is_query(event.op_info.operator):
                 before_bytes = live_bytes
                 given = {self._values[value].storage for value in event.reads}
                 for made in (self._values[value] for value in event.makes):

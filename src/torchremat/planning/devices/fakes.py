@@ -29,6 +29,7 @@ from torchremat._compat.modes import Args, Kwargs, Operation
 from torchremat.errors import DeviceError, StepError, UnsupportedError
 from torchremat.frames import PACKAGES
 from torchremat.measuring.callers import reads_data
+from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.optimizers import optimizers_in, parameters_of, with_wrapped
 from torchremat.measuring.runs import Subject, subject_of
@@ -91,9 +92,13 @@ class Fakes:
             if base.dtype is not tensor.dtype:
                 base = base.view(tensor.dtype)
             fake = base.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset())).detach()
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake
+            if not tensor.is_leaf:
+                return fake
+            made = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+            made.requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+                made.grad = torch.empty_like(made, requires_grad=False)
+            return made
 
     def met(self, tensor: Tensor) -> Tensor:
         """Return the fake of a tensor that an operator has met.
@@ -120,6 +125,7 @@ class Fakes:
             optimizer, parameters_of(with_wrapped(optimizer)), whole=[optimizer, *optimizers_in(optimizer)]
         )
 
+    @uninterrupted()
     def _copied(self, value: T, tensors: Iterable[Tensor], whole: Sequence[torch.optim.Optimizer] = ()) -> T:
         for tensor in tensors:
             self.tensor(tensor)
@@ -285,7 +291,7 @@ class DescribedMachine:
     @contextmanager
     def entered(self) -> Generator[None]:
         """See `Machine`."""
-        with ExitStack() as stack:
+        with self.simulation.interrupted_between_operators(), ExitStack() as stack:
             stack.enter_context(self.fakes.mode)
             stack.enter_context(self.simulation)
             if self.description.type == "cuda":

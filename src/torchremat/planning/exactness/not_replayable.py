@@ -13,6 +13,12 @@ RETAINED = (
     "`torch.autograd.grad`, and each of them would recompute it"
 )
 
+# The reason of a module that exchanges tensors with other processes, which would not do that in the same order.
+UNEQUAL = "it communicates, and the processes run other operators in it, so that their recomputes would not meet"
+
+# What a module would do, by the reason; for any other one it would not repeat its forward.
+_WOULD = {RETAINED: "be recomputed several times", UNEQUAL: "wait for other processes in vain"}
+
 
 def told(unlike: Mapping[str, str]) -> str:
     """Return the message about modules that cannot be recomputed as a whole, with the reason of each."""
@@ -21,9 +27,9 @@ def told(unlike: Mapping[str, str]) -> str:
         by_reason.setdefault(why, []).append(f"`{name}`" if name else "the model itself")
     reasons = [f"{shortened(names)}: {why}" for why, names in by_reason.items()]
     more = f"; and {len(reasons) - _MOST_TOLD} more reasons, see `plan.unlike`" if len(reasons) > _MOST_TOLD else ""
-    differ = by_reason.keys() - {RETAINED}
+    differ = by_reason.keys() - _WOULD.keys()
     would = ["not do in a recompute what they do in their forward"] if differ else []
-    would += ["be recomputed several times"] if RETAINED in by_reason else []
+    would += [what for why, what in _WOULD.items() if why in by_reason]
     advice = " Pass what they read as an argument, and more can be recomputed." if differ else ""
     return (
         f"modules of the model ({len(unlike)}) would {', or '.join(would)}. They are not recomputed as a whole: what "

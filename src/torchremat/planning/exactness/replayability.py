@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,14 @@ class Repeats:
         self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
         return bool(new)
 
+    def merge(self, others: Sequence[Repeats]) -> None:
+        """Take over the results of some processes: what failed in one has failed, what passed in all has passed."""
+        self.like = set.intersection(*(one.like for one in others))
+        for one in others:
+            for name, why in one.unlike.items():
+                self.refuse([name], why)
+        self.grains.clear()
+
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Add modules that must be no units."""
         self.unlike.update(dict.fromkeys(names, why))
@@ -102,26 +111,27 @@ class Repeats:
             warn(told(self.unlike), RepeatWarning)
 
 
-def tried(model: nn.Module, subject: Subject, units: Units, part: Sequence[int]) -> dict[str, str] | None:
-    """Return the modules whose recompute does not repeat their forward, with reasons; None if memory ran out.
+Tried: TypeAlias = "dict[str, str] | Literal['no memory', 'not comparable']"
+"""The modules whose recompute does not repeat their forward, with reasons; or why there is no result."""
 
-    Where saved tensors cannot be compared, only errors and different shapes are found.
 
-    Only the units in `part` are tried now, and nothing is held of the others.
+def tried(model: nn.Module, subject: Subject, units: Units, part: Sequence[int], check: Check) -> Tried:
+    """Return the modules whose recompute does not repeat their forward, with reasons.
+
+    Only the units in `part` are tried now, and nothing is held of the others. With `check="metadata"` only errors and
+    different shapes are found: for units whose saved tensors cannot be compared.
     """
-    kinds: tuple[Check, Check] = ("values", "metadata")
-    for check in kinds:
-        try:
-            with subject.untouched(), _deterministic(model) as warned:
-                return _Trial(units, part, check, warned).failures(model, subject)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                let_go(error)
-                break
+    try:
+        with subject.untouched(), _deterministic(model) as warned:
+            return _Trial(units, part, check, warned).failures(model, subject)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             if check == "metadata":
                 raise
+            return "not comparable"
+        let_go(error)
     free_unused()
-    return None
+    return "no memory"
 
 
 def leave_out() -> None:

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import GuardError, UnsupportedError, first_of
+from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
@@ -151,7 +152,7 @@ class GuardedStep(Generic[P, R]):
             return
         margin_bytes = margin_of(own.margin) + self.held_bytes  # the copies are there as well
         with lent(leaves), bare(self._model):
-            plan = Planner(self._model, bound, **own.options.keywords).plan(budget, margin=margin_bytes)
+            plan = Planner(self._model, bound, within=budget, **own.options.keywords).plan(budget, margin=margin_bytes)
         before.put_back()
         self._applied.replace(plan)
         self._to_plan_for = None
@@ -341,7 +342,8 @@ def guard(
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
-    options = PlanOptions(optimizer=optimizer, cost=cost)
+    together = "step" if known_groups([model], ()) else None  # without collectives, as for a model in `no_sync()`
+    options = PlanOptions(optimizer=optimizer, cost=cost, group=together)
     settings = GuardSettings(attempts=attempts, budget=budget, margin=margin, options=options, guard=guard, group=group)
     settings.check(model, plan, backward)
     if any(one in _guarded for one in model.modules()):

@@ -1,8 +1,8 @@
-"""Merges the profiles of several processes into one: the most bytes of any, the mean of the seconds."""
+"""Merges the profiles of several processes into one: the most bytes of any, and the most seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -12,15 +12,19 @@ from torchremat.errors import StepError
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.runs import Subject
+from torchremat.measuring.store_speeds import Bandwidth
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.exactness.replayability import Repeats
-from torchremat.planning.peers.peers import Peers
+from torchremat.planning.parameter_bytes import ParameterBytes
+from torchremat.planning.peers.peers import SAME_STEP, Peers
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import Profile, UnitCosts
+from torchremat.planning.profiles.step_seconds import SteppingSeconds
+from torchremat.planning.simulator.offload_choices import Parcel
 from torchremat.planning.simulator.points import Key, ProgramPoint, UnitBytes
 
-T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
+T = TypeVar("T", UnitBytes, BytesBefore, OptimizerBytes, ParameterBytes, SteppingSeconds, Bandwidth, Parcel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +59,35 @@ class Agreed:
 
 
 def profiled_together(
-    peers: Peers, model: nn.Module, subject: Subject, machine: Machine, repeats: Repeats | None = None
+    peers: Peers,
+    model: nn.Module,
+    subject: Subject,
+    machine: Machine,
+    repeats: Repeats | None,
+    options: str,
+    *,
+    leaves: bool = True,
+    allows: Callable[[int], bool] | None = None,
 ) -> Agreed:
-    """Return the profile of a step, with the figures of all processes that train the model.
+    """Return the profile of a step, with the figures of all processes that plan together.
+
+    Args:
+        peers: These processes; others join if the step shows that it communicates with them.
+        model: See `profile_subject`.
+        subject: See `profile_subject`.
+        machine: See `profile_subject`.
+        repeats: See `profile_subject`.
+        options: The options of this process, in words.
+        leaves: See `profile_subject`.
+        allows: See `profile_subject`.
 
     Raises:
-        StepError: See `profile_subject`; or the processes do not run the same step.
+        StepError: See `profile_subject`; or the processes do not run the same step, or have different options.
     """
-    found = profile_subject(model, subject, machine, around=True, peers=peers, repeats=repeats)
+    advice = "Processes that communicate get one plan: give them the same options."
+    peers.check_equal("the request", options, advice)
+    found = profile_subject(model, subject, machine, leaves=leaves, allows=allows, peers=peers, repeats=repeats)
+    peers.check_equal("the request", options, advice)
     pair = beside(found, reduced_bytes(model, machine.device))
     told = peers.all(lambda: (figures_of(pair.blocks), None if pair.leaves is None else figures_of(pair.leaves)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
@@ -108,27 +133,30 @@ def _agreed(profile: Profile, told: Sequence[Figures]) -> Profile:
             raise StepError(
                 f"process {rank} passed other tensors between its modules than process 0, or came to them in backward "
                 f"in another order: {len(one.storage_bytes)} tensors, and calls {one.order}, against "
-                f"{len(first.storage_bytes)} and {first.order}. Processes that share their parameters need the same "
-                "plan, so give them batches of the same kind."
+                f"{len(first.storage_bytes)} and {first.order}. {SAME_STEP}"
             )
     storages = dict(enumerate(max(sizes) for sizes in zip(*(one.storage_bytes for one in told), strict=True)))
-    units = replace(profile.units, trace=replace(profile.units.trace, storage_bytes=storages))
+    sizes = tuple(most(of_unit) for of_unit in zip(*(one.sizes for one in told), strict=True))
+    pairs = enumerate(zip(profile.sizes, sizes, strict=True))
+    smaller = {unit for unit, (own, of_all) in pairs if own.inside_bytes < of_all.inside_bytes}
+    trace = replace(profile.units.trace, storage_bytes=storages)
+    units = replace(profile.units, trace=trace, unequal=profile.units.unequal | smaller)
     optimizers = [one.optimizer for one in told if one.optimizer is not None]
     return replace(
         profile,
         units=units,
-        sizes=tuple(_most(of_unit) for of_unit in zip(*(one.sizes for one in told), strict=True)),
+        sizes=sizes,
         costs=tuple(
-            _mean(own, of_unit)
+            _slowest(own, of_unit)
             for own, of_unit in zip(profile.costs, zip(*(one.costs for one in told), strict=True), strict=True)
         ),
         extra_bytes=_highest([one.extra_bytes for one in told]),
         after_bytes=_highest([one.after_bytes for one in told]),
         start_bytes=max(one.start_bytes for one in told),
-        seconds=sum(one.seconds for one in told) / len(told),
-        forward_seconds=sum(one.forward_seconds for one in told) / len(told),
-        before=_most([one.before for one in told]),
-        optimizer=_most(optimizers) if optimizers else None,
+        seconds=max(one.seconds for one in told),
+        forward_seconds=max(one.forward_seconds for one in told),
+        before=most([one.before for one in told]),
+        optimizer=most(optimizers) if optimizers else None,
     )
 
 
@@ -136,14 +164,14 @@ def _highest(told: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
     return {key: max(one.get(key, value) for one in told) for key, value in told[0].items()}
 
 
-def _most(told: Sequence[T]) -> T:
+def most(told: Sequence[T]) -> T:
     """Return the highest number of each field; a field that is no number comes from the first process."""
     first = told[0]
-    numbers = {one.name for one in fields(first) if type(getattr(first, one.name)) is int}
+    numbers = {one.name for one in fields(first) if type(getattr(first, one.name)) in (int, float)}
     return replace(first, **{name: max(getattr(one, name) for one in told) for name in numbers})
 
 
-def _mean(own: UnitCosts, told: Sequence[UnitCosts]) -> UnitCosts:
-    """Return costs with the mean of each field in seconds; flops come from this process's operators."""
+def _slowest(own: UnitCosts, told: Sequence[UnitCosts]) -> UnitCosts:
+    """Return costs with the most of each field in seconds; flops come from this process's operators."""
     names = {one.name for one in fields(own) if not one.name.startswith("flops")}
-    return replace(own, **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})
+    return replace(own, **{name: max(getattr(one, name) for one in told) for name in names})

@@ -8,6 +8,7 @@ watching.py        the step in which every unit is a region
 backwards.py       the backward of one unit in the watched step
 reading.py         figures, read out of the allocator's events
 watched_step.py    that step, run and recorded
+splitting.py       how it is watched in little memory, and which units are split in it then
 scaling.py         seconds of a step that runs alone, from those of a watched one
 optimizers.py      the bytes of the optimizer
 step_seconds.py    the seconds that ways of stepping add

@@ -19,9 +19,10 @@ more than a threshold are split. Each threshold has a number of bytes
                 each one unit. A plan then chooses the held operators for a whole stage, and recomputes the sums
                 between blocks from them, where each block by itself would hold its input
 
-The calls that the step makes itself are always split, since one unit leaves no choice: so is the only call that one of
-them makes, and each call around one of them. Calls that cannot be units are split too, since parts of them may be
-units; see `replayability`.
+The only call that the step makes itself is always split, since one unit leaves no choice, and so is the only call that
+it makes; of several calls each may be a unit. Always split are also calls around such that the step makes as well, and
+DistributedDataParallel and all calls around one: its reducer counts on one forward for each backward. Calls that cannot
+be units are split too, since parts of them may be units; see `replayability`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,15 @@ def splittable(units: Units) -> frozenset[int]:
 
 def need_bytes_of(units: Units) -> int:
     """Return the bytes of a step in which each unit is a region, without temporaries and gradients."""
+    return max((need_bytes for _, need_bytes, _ in needs_of(units)), default=0)
+
+
+def needs_of(units: Units) -> Iterator[tuple[int, int, int]]:
+    """Yield the bytes of such a step while backward is where the forward was at a time in the trace, in order.
+
+    Yields:
+        The time, the bytes, and those of them that are held from then on.
+    """
     trace, bytes_of = units.trace, units.trace.storage_bytes
     # By time: storages that are held from then on (-1), and the storages saved by a unit that has ended (its number).
     events: list[tuple[int, int, Collection[int]]] = [
@@ -131,15 +141,15 @@ def need_bytes_of(units: Units) -> int:
         events.append((units.entered(place), -1, (*unit.inputs, *unit.carried)))
         saves = (save for save in units.saves_in(place) if save.dropped is None)
         events.append((units.left(place), place, [storage for save in saves for storage in save.storages]))
-    held, held_bytes, most_bytes = set[int](), 0, 0
-    for _, place, storages in sorted(events, key=lambda event: event[:2]):
+    held, held_bytes = set[int](), 0
+    for time, place, storages in sorted(events, key=lambda event: event[:2]):
         new = {storage for storage in storages if storage >= 0} - trace.fixed - held
         new_bytes = sum(bytes_of[storage] for storage in new)
-        most_bytes = max(most_bytes, held_bytes + new_bytes)
+        need_bytes = held_bytes + new_bytes
         if place < 0:
             held |= new
-            held_bytes += new_bytes
-    return most_bytes
+            held_bytes = need_bytes
+        yield time, need_bytes, held_bytes
 
 
 class _CallTree:
@@ -152,8 +162,8 @@ class _CallTree:
         if not self.roots and trace.untraced:
             raise StepError(
                 f"each module that the step calls ({first_of(sorted(map(named, trace.untraced)))}) is called in a "
-                "`torchremat.loop`, or inside of a transform of torch.func (vmap, jvp, jacfwd). Let a module of the "
-                "model make that call, and it can be recomputed as a whole."
+                "`torchremat.loop`, inside of a transform of torch.func (vmap, jvp, jacfwd), or with a nested tensor. "
+                "Let a module of the model make that call, and it can be recomputed as a whole."
             )
         if not self.roots:
             raise StepError(
@@ -170,15 +180,17 @@ class _CallTree:
         """The modules whose calls are always split."""
         calls = self.trace.calls
         opening = {calls[root].name for root in self.roots}
-        inner = list(self.roots)
+        inner = list(self.roots) if len(self.roots) == 1 else []  # a region around all there is saves nothing
         for call in inner:
             inner += made if len(made := self.made.get(call, [])) == 1 else []
         forced = {call.name for index, call in enumerate(calls) if self.trace.is_never_unit(index)}.union(
             self.unlike, (calls[call].name for call in inner)
         )
-        # A module that opens a scope wherever it is called cannot be part of a unit.
+        # A module that opens a scope wherever it is called cannot be part of a unit, and one that reduces gradients
+        # after its backward must not run its forward again.
+        opening |= self.trace.replicated
         opened = (index for index, call in enumerate(calls) if call.name in opening)
-        return frozenset(forced.union(outer.name for index in opened for outer in around(calls, index)))
+        return frozenset(forced.union(outer.name for index in opened for outer in around(calls, calls[index].parent)))
 
     def needs(self) -> Iterator[tuple[int, frozenset[str]]]:
         """Yield for each threshold, the highest first, its need and the modules that it splits."""

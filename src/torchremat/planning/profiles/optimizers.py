@@ -31,7 +31,8 @@ class OptimizerBytes:
     Attributes:
         name: Its type.
         state_bytes: State that it has after its first steps and did not have before.
-        peak_bytes: Peak of a step over the live bytes before the first, new state included.
+        peak_bytes: Peak of a step over the live bytes before the first training step: new state is included, and the
+            gradients that a backward makes.
     """
 
     name: str
@@ -65,12 +66,13 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
         peak_bytes = recorder.trace.peak_bytes
     else:
         before = state_bytes()
-        with subject.untouched(), parts.state_made():
+        with subject.untouched(steps=parts.release is None), parts.state_made():
             made_bytes = state_bytes() - before
             with machine.stepping(), machine.record() as recorder:
                 parts.rehearse_step()
         peak_bytes = recorder.trace.peak_bytes + made_bytes
-    peak_bytes += subject.sparse_bytes(machine.device)  # they are not there before the step
+    if parts is None or parts.release is None:
+        peak_bytes += subject.made_bytes(machine.device)
     return OptimizerBytes(name=type(optimizer).__name__, state_bytes=made_bytes, peak_bytes=peak_bytes)
 
 

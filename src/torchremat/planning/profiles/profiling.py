@@ -9,7 +9,7 @@ last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of
     2. watched       bytes and seconds of each unit, and other live bytes at each program point; whether the units
                      repeat their forward in a recompute, see `comparison`
     3. forward       the seconds of an unwatched forward, to which the others are scaled, see `scaling`
-    4. watched       as 2, with the calls inside units instead of the units that make several
+    4. watched       as 2, with the calls inside units instead of the units that make several, see `splitting`
     5. watched       as 2, with the modules around units instead of them, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 
@@ -19,36 +19,37 @@ of them, before any is watched, if some do not, if memory is short, or if severa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeVar, cast
 
 from torch import nn
 
+from torchremat.errors import bug
+from torchremat.measuring.communication import has_first_buckets
 from torchremat.measuring.exhaustion import IfItFits, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
-from torchremat.planning.exactness.not_replayable import RETAINED
+from torchremat.planning.exactness.not_replayable import RETAINED, UNEQUAL
 from torchremat.planning.exactness.replayability import Repeats, RetainedError, UnlikeError, leave_out, tried
 from torchremat.planning.layout import check_bare
 from torchremat.planning.peers.peers import Peers, check_same_calls
-from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
+from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.scaling import scaled
+from torchremat.planning.profiles.splitting import Way, are_few, names_within, peaks_of, split_by, ways_of
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Grain, Units
 from torchremat.planning.profiles.watched_step import WatchedStep, watch
-from torchremat.planning.profiles.watching import every_unit, halves
-from torchremat.planning.roots import by_shard
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.regions.settings import Check
 from torchremat.schedules.chain import Tree
 
-# A fine step with more units than this is not watched: planning with so many is infeasible.
-_MOST_UNITS = 2000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def profile_subject(
     machine: Machine,
     *,
     leaves: bool = True,
-    around: bool = False,
+    allows: Callable[[int], bool] | None = None,
     peers: Peers | None = None,
     repeats: Repeats | None = None,
 ) -> ProfilePair:
@@ -94,8 +95,9 @@ def profile_subject(
         subject: The step, of this model. With an optimizer, the bytes of its state and of its step are measured.
         machine: Where it runs.
         leaves: Whether the calls inside units are watched as well; this takes as long as the rest.
-        around: Whether the modules around units are watched as well, if worth a look and if this process alone trains
-            the model.
+        allows: Whether a run may have a peak, in bytes: units are split where it allows that. If given, the modules
+            around units are watched as well where it allows that, if worth a look and if this process alone trains the
+            model.
         peers: The processes that train the model; None if this one alone does.
         repeats: Results about the model's modules from profiles of other steps; this one adds its own.
 
@@ -108,13 +110,15 @@ def profile_subject(
     peers.each(lambda: check_bare(model))
     made = partial(state_made, subject)
     with peers.each(machine.entered), heap_set_aside(), peers.each(made), subject.undisturbed():
-        profiling = _Profiling(model, subject, machine, peers, repeats or Repeats(), tries=peers.are_several)
+        profiling = _Profiling(model, subject, machine, peers, repeats or Repeats())
         has_refused = False
         while True:
             try:
-                found = profiling.pair(leaves=leaves, around=around)
+                found = profiling.pair(leaves=leaves, allows=allows)
             except UnlikeError:
-                profiling = replace(profiling, tries=True)
+                profiling = replace(profiling, must_try=True)
+            except _JoinedError:
+                profiling.repeats.merge(peers.all(lambda own=profiling.repeats: own))
             except RetainedError:
                 has_refused = True
             else:
@@ -123,7 +127,8 @@ def profile_subject(
                 return found
 
 
-_Way: TypeAlias = tuple[Units, Tree]
+class _JoinedError(Exception):
+    """Processes have joined that had units of their own until now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,10 +136,10 @@ class _Profiling:
     """The work of `profile_subject`, with its common state.
 
     Attributes:
-        tries: Whether units are tried before they are watched. If not, watched steps compare, and may raise an
-            `UnlikeError`.
+        must_try: Whether units are tried before they are watched, also in one process.
         traced: The traced forward, once it has run.
         retained: The modules that watched steps have recomputed for several backwards, until they are refused.
+        peaks: Those of the last watched step, see `peaks_of`.
     """
 
     model: nn.Module
@@ -142,27 +147,37 @@ class _Profiling:
     machine: Machine
     peers: Peers
     repeats: Repeats
-    tries: bool
+    must_try: bool = False
     traced: list[Trace] = field(default_factory=list[Trace])
     retained: set[str] = field(default_factory=set[str])
+    peaks: list[int] = field(default_factory=list[int])
 
-    def pair(self, *, leaves: bool, around: bool) -> ProfilePair:
+    @property
+    def tries(self) -> bool:
+        """Whether units are tried before they are watched. If not, watched steps compare, and may raise an error."""
+        return self.must_try or self.peers.are_several
+
+    def pair(self, *, leaves: bool, allows: Callable[[int], bool] | None) -> ProfilePair:
         units, finest = self.units(leaves=leaves)
-        outer = self.outer(units) if around else None
-        ways = self.ways(units, finest)
+        outer = None if allows is None else self.outer(units, allows)
+        ways = ways_of(units, finest, self.fits)
         if not knows_order(self.subject):
             self.watched(ways)  # it shows which state to bring ahead
+        if self.peers.are_several and has_first_buckets(self.subject.models):
+            self.watched(ways)
+            self.seconds()  # its forward makes them
         place, blocks = self.watched(ways)
         seconds = self.seconds()
-        blocks = replace(scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
+        blocks = replace(scaled(blocks, seconds), optimizer=self.meet(self.optimizer))
         parts = whole = None
-        if leaves and blocks.units is not finest and len(finest.units) <= _MOST_UNITS:
-            parts = self.also(finest, ways[place], seconds)
+        if leaves and blocks.units is not finest and are_few(finest):
+            finer = finest if allows is None or blocks.units is not units else self.finer(units, finest, allows)
+            parts = None if finer is units else self.also(finer, ways[place], seconds)
         if outer is not None and blocks.units is units:
             whole = self.also(outer, ways[place], seconds)
         return ProfilePair(blocks=blocks, leaves=parts, around=whole and replace(whole, optimizer=blocks.optimizer))
 
-    def also(self, units: Units, way: _Way, seconds: ForwardSeconds | None) -> Profile | None:
+    def also(self, units: Units, way: Way, seconds: ForwardSeconds | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if it does not fit in some process."""
         if not self.fits(units):
             return None
@@ -170,10 +185,18 @@ class _Profiling:
         place, found = self.watched([(units, every_unit(units)), way])
         return None if place else scaled(found, seconds)
 
-    def outer(self, units: Units) -> Units | None:
-        """Return the units around the units, if their recompute repeats their forward."""
+    def finer(self, units: Units, finest: Units, allows: Callable[[int], bool]) -> Units:
+        """Return the units split in as many modules as a watched step may; the same in each process."""
+        told = self.peers.all(lambda: names_within(units, finest, self.peaks, allows))
+        found = split_by(units, finest, min(told, key=len))
+        return found if found is units or found is finest else self.beside_others(found)
+
+    def outer(self, units: Units, allows: Callable[[int], bool]) -> Units | None:
+        """Return the units around the units, if their recompute repeats their forward and its bytes are allowed."""
         found = None if self.peers.are_several else units_around(units)
-        return None if found is None or not self.fits(found) or self.some_fail(found) else found
+        if found is None or not allows(self.subject.before(self.machine.device).total_bytes + need_bytes_of(found)):
+            return None
+        return found if self.fits(found) and not self.some_fail(found) else None
 
     def units(self, *, leaves: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones, whose recompute repeats their forward."""
@@ -184,19 +207,64 @@ class _Profiling:
             units = self.peers.each(lambda own=grain: find_units(traced, unlike=self.repeats.unlike, grain=own))
             check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
             finest = finest_units(units)
-            if not (self.some_fail(units) or (leaves and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
+            has_parts = finest is not units
+            units = self.beside_others(units)
+            finest = self.beside_others(finest) if has_parts else units
+            failing = self.some_wait(units) or self.some_wait(finest) or self.some_fail(units)
+            if not (failing or (leaves and are_few(finest) and self.some_fail(finest))):
                 break
             has_failed = True
         if has_failed:
             self.repeats.tell()
         return units, finest
 
+    def beside_others(self, units: Units) -> Units:
+        """Return some units with what is known of them in other processes."""
+        if not self.peers.are_several:
+            return units
+        places = range(len(units.units))
+        told = self.peers.all(lambda: (units.exchanging, [units.ran(unit) for unit in places]))
+        ran = list(zip(*(own for _, own in told), strict=True))
+        return replace(
+            units,
+            elsewhere=frozenset(unit for own, _ in told for unit in own),
+            unequal=frozenset(unit for unit in places if len({*ran[unit]}) > 1),
+        )
+
+    def some_wait(self, units: Units) -> bool:
+        """Refuse units in which processes communicate and do not run the same; return whether there are any."""
+        found = units.exchanging & units.unequal
+        if found:
+            self.repeats.refuse({name for unit in found for name, _ in units.units[unit].keys}, UNEQUAL)
+        return bool(found)
+
+    def meet(self, work: Callable[[], T]) -> T:
+        """Run some work that shows who communicates, see `Peers.meet`; all begin anew with whoever has joined.
+
+        Raises:
+            _JoinedError: Others have joined, as where processes communicate in the backward alone.
+        """
+        before = self.peers.ranks
+        found = self.peers.meet(work)
+        if self.peers.ranks != before:
+            raise _JoinedError
+        return found
+
     def trace(self) -> Trace:
-        """Return the traced forward, which runs once."""
+        """Return the traced forward, which runs once, or twice where processes communicate.
+
+        What torch runs for the first collectives of a process alone, an operator here and there, is in the first.
+        """
         if not self.traced:
             aside = partial(self.subject.untouched, looks="told")
             step, record = self.subject.run, self.machine.record
-            self.traced.append(self.peers.each(lambda: trace(self.model, lambda _: step(), record, aside)))
+
+            def traced() -> Trace:
+                return self.peers.meet(lambda: trace(self.model, lambda _: step(), record, aside))
+
+            self.traced.append(traced())
+            if any(self.peers.all(lambda: self.traced[0].communicates)):
+                self.traced[0] = traced()
         return self.traced[0]
 
     def grain(self, traced: Trace) -> Grain:
@@ -219,11 +287,9 @@ class _Profiling:
         found, parts = list[dict[str, str]](), [range(len(units.units))]
         while parts:
             part = parts.pop()
-            told = None
-            if len(part) == 1 or self.fits(units, part):
-                told = self.peers.all(lambda own=part: tried(self.model, self.subject, units, own))
-            if told is not None and None not in told:
-                found += [one for one in told if one is not None]
+            told = self.tried(units, part) if len(part) == 1 or self.fits(units, part) else None
+            if told is not None:
+                found += told
             elif len(part) > 1:
                 middle = len(part) // 2
                 parts += [part[:middle], part[middle:]]
@@ -231,34 +297,25 @@ class _Profiling:
                 leave_out()
         return self.repeats.add(units, found)
 
-    def ways(self, units: Units, finest: Units) -> list[_Way]:
-        """Return the ways of watching a step. Each needs less memory, and more time.
+    def tried(self, units: Units, part: Sequence[int]) -> list[dict[str, str]] | None:
+        """Return what each process finds in a trial of a part of the units, see `tried`; None if memory ran out."""
+        checks: tuple[Check, Check] = ("values", "metadata")
+        for check in checks:
+            told = self.peers.all(lambda own=check: tried(self.model, self.subject, units, part, own))
+            if "not comparable" not in told:
+                found = [one for one in told if one != "no memory"]
+                return cast("list[dict[str, str]]", found) if len(found) == len(told) else None
+        raise bug("units were neither tried by values nor by metadata")
 
-        units             each a region
-        units in pieces   a region around several of them
-        calls in halves   of the calls inside units, each a region; around both halves of a half one more, and so on
-        """
-        ways = [(units, every_unit(units))]
-        if len(units.units) > 3:
-            ways.append((units, every_unit(units, max(2, math.isqrt(len(units.units))))))
-            if not self.fits(units):
-                del ways[0]
-        if len(finest.units) <= _MOST_UNITS:
-            ways.append((finest, halves(finest)))
-        return [(own, by_shard(own, tree)) for own, tree in ways]
-
-    def watched(self, ways: Sequence[_Way]) -> tuple[int, Profile]:
+    def watched(self, ways: Sequence[Way]) -> tuple[int, Profile]:
         """Run the watched step in the first of some ways that fits in each process; return its index as well."""
-        place, found = 0, list[Profile]()
-
-        def run() -> int:
-            found.clear()
-            reached, profile = self.watched_here(ways, place)
-            found.append(profile)
-            return reached
-
-        while len(set(reached := self.peers.all(run))) > 1:
-            place = max(reached)
+        place = 0
+        while True:
+            reached, found = self.meet(lambda own=place: self.watched_here(ways, own))
+            told = self.peers.all(lambda own=reached: own)
+            if len(set(told)) == 1:
+                break
+            place = max(told)
             # DistributedDataParallel reallocates its buckets in the forward after its first backward: in this one.
             self.seconds()
         retained = {name for names in self.peers.all(lambda: [*self.retained]) for name in names}
@@ -266,9 +323,9 @@ class _Profiling:
             self.repeats.refuse(retained, RETAINED)
             self.retained.clear()
             raise RetainedError
-        return reached[0], found[0]
+        return reached, found
 
-    def watched_here(self, ways: Sequence[_Way], place: int) -> tuple[int, Profile]:
+    def watched_here(self, ways: Sequence[Way], place: int) -> tuple[int, Profile]:
         """Run the watched step in the first of some ways, from an index on, that fits here."""
         *others, last = enumerate(ways[place:], place)
         for reached, (units, tree) in others:
@@ -303,13 +360,14 @@ class _Profiling:
         step = watch(self.model, self.subject, units, tree, self.machine, compares=True)
         assert step.watcher.comparison is not None
         unasked = step.watcher.comparison.unasked(len(units.units))
-        if unasked and tried(self.model, self.subject, units, unasked) != {}:
+        if unasked and self.tried(units, unasked) != [{}]:
             return None
         return self.completed(step)
 
     def completed(self, step: WatchedStep) -> Profile:
-        """Return the profile of a step, and note which of its units were recomputed for several backwards."""
+        """Return the profile of a step; note its peaks, and which units were recomputed for several backwards."""
         self.retained.update(step.watcher.retained)
+        self.peaks[:] = peaks_of(step)
         return replace(step.profile(), overheads=self.machine.overheads(), generator_bytes=self.machine.generator_bytes)
 
     def seconds(self) -> ForwardSeconds | None:

@@ -59,6 +59,8 @@ class TracedCall:
         is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
         is_transforming: Whether a reverse-mode transform of torch.func ran in it, which no region can contain.
         is_looping: Whether a `torchremat.loop` ran in it, which manages its own memory: no region contains it.
+        is_handed_work: Whether it was given, returned, or has in an attribute an exchange that may not be complete: a
+            region would copy or compare tensors that others still write to.
         saved: The saves of autograd directly in it, not in the calls inside.
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
@@ -86,6 +88,7 @@ class TracedCall:
     is_overwritten: bool = False
     is_transforming: bool = False
     is_looping: bool = False
+    is_handed_work: bool = False
     saved: list[SavedStorage] = field(default_factory=list[SavedStorage])
     carried: tuple[int, ...] = ()
     entered: int = -1
@@ -120,9 +123,10 @@ class Trace:
         operators: All operators that ran. The storages that calls have seen have the same numbers there.
         allocations: The allocator's events meanwhile, with a mark before and after each operator; None if not recorded.
         sharded: The names of the modules that FSDP2 has sharded.
+        replicated: The names of the modules that are a DistributedDataParallel.
         loops: The number of times that a `torchremat.loop` ran.
-        untraced: The names of the modules that these called, or code inside of a transform of torch.func. Their calls
-            are not among the calls.
+        untraced: The names of the modules that these called, or code inside of a transform of torch.func, and of those
+            that were given nested tensors. Their calls are not among the calls.
         parameters: The names of parameters, by storage.
     """
 
@@ -138,14 +142,21 @@ class Trace:
     operators: StepRecord = field(default_factory=StepRecord)
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     loops: int = 0
     untraced: frozenset[str] = frozenset()
     parameters: Mapping[int, str] = field(default_factory=dict[int, str])
 
+    @property
+    def communicates(self) -> bool:
+        """Whether other processes took part in an operator."""
+        return any(run.exchanges for run in self.operators.runs)
+
     def is_never_unit(self, index: int) -> bool:
         """Whether a call is no unit whatever the grain, so that it stays code between the units, or is split."""
         call = self.calls[index]
-        return call.is_overwritten or call.is_transforming or call.is_looping or call.name in self.untraced
+        itself = call.is_overwritten or call.is_transforming or call.is_looping or call.is_handed_work
+        return itself or call.name in self.untraced or call.name in self.replicated
 
     def descendants(self, index: int) -> list[int]:
         """Return the calls made inside call `index`, itself included, at any depth, in order."""

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.collectives import holds_work
+from torchremat._compat.data_parallel import is_data_parallel
 from torchremat._compat.dynamo import is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
+from torchremat._compat.tensors import is_nested_strided
 from torchremat._compat.transforms import (
     check_transform_around,
     innermost_transform,
@@ -65,7 +68,8 @@ class _CallFollower:
         calls: The calls so far, as far as they are known when they begin.
         fixed: Storages of parameters and buffers, by the recorder's numbers.
         loops: How many loops have begun.
-        untraced: The names of the modules that loops called, or code inside of a transform of torch.func.
+        untraced: The names of the modules that loops called, or code inside of a transform of torch.func, and of those
+            that were given nested tensors.
         parameter_names: The names of parameters, by storage.
     """
 
@@ -144,10 +148,14 @@ class _CallFollower:
         tensors: list[Tensor] = []
         objects: list[object] = []
         split((args, kwargs), tensors, objects)
+        if any(map(is_nested_strided, tensors)):  # as the fast path of a frozen `nn.TransformerEncoder` makes them
+            self.untraced.add(name)
+            return function(*args, **kwargs)
         if any(tensor.is_nested for tensor in tensors):
             raise UnsupportedError(
-                f"{named(name)} is given a nested tensor, whose bytes cannot be planned. Give padded batches."
+                f"{named(name)} is given a nested tensor, whose recompute would make another. Give padded batches."
             )
+        attributes = [*vars(module).values()]
         log, index = self.log, len(self.calls)
         if objects:
             self.objects_of[index] = objects
@@ -180,6 +188,9 @@ class _CallFollower:
         now = {log.identity(one): one._version for one in tensors if not one.is_inference()}
         mutated = [place for place, one in enumerate(inputs) if now.get(one.identity, one.version) != one.version]
         outputs = [seen for tensor in tensors_in(output) for seen in log.seen(tensor)]
+        returned: list[object] = []
+        split(output, [], returned)
+        self.calls[index].is_handed_work = holds_work((*objects, *returned, *attributes, *vars(module).values()))
         log.record.events.append(CallLeft(index, outputs, mutated, ends))
         return output
 
@@ -265,6 +276,7 @@ def _read(model: nn.Module, own: _CallFollower, flops: int, allocations: Allocat
         operators=record.numbered(numbers, len(record.shown), foreign),
         allocations=allocations,
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
+        replicated=frozenset(name for name, module in model.named_modules() if is_data_parallel(module)),
         loops=own.loops,
         untraced=frozenset(own.untraced),
         parameters={numbers[storage]: name for storage, name in own.parameter_names.items()},

@@ -21,11 +21,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
+from zlib import crc32
 
 from torchremat.errors import StepError
+from torchremat.measuring.step_record import Run
 from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.profiles.traces import SavedStorage, Trace, TracedCall, named
 from torchremat.regions.rules import external_inputs
+
+# NOTE [ Exchanges in a plan ]
+#
+# A collective that runs again in a recompute runs on all processes, in one order, or not at all. All of them have one
+# plan, and backward asks for regions in the order of the graph, so by itself a recompute does the same on all of them.
+# It is in doubt, and the unit is pinned, where an exchange shares its unit with
+#
+#   values in Python     an operator whose sizes depend on values, or a number that is read from a tensor: routing
+#   sizes in arguments   a collective that is told how much goes to, and comes from, each process
+#   two processes        sends and receives, which processes call in different orders
+#
+# Where the processes run other operators in it, it is no unit at all, but the calls inside of it may be; without an
+# exchange, it is recomputed or kept as a whole, since numbers of operators mean others elsewhere.
+#
+# A pinned unit exchanges only in the forward: it is kept as a whole, or its own region holds what it has received, all
+# of it that its recompute passes. Any other unit holds what it has received where exchanging it again costs more than
+# its bytes, like the output of any operator.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +107,9 @@ class Units:
         opened: Calls that were split, with their keys; code that counts calls has to count them too.
         unlike: The modules that are no units since their recompute would not repeat their forward, with the reasons.
         grain: How far calls were split, and how far they would be if units were split.
+        unequal: The units in which the processes that plan together run other operators, or in which another one has
+            larger tensors than this one.
+        elsewhere: The units in which any of these processes communicates.
     """
 
     trace: Trace
@@ -97,6 +119,8 @@ class Units:
     opened: tuple[tuple[int, tuple[str, int]], ...] = ()
     unlike: Mapping[str, str] = field(default_factory=dict[str, str])
     grain: Grain = field(default_factory=Grain)
+    unequal: frozenset[int] = frozenset()
+    elsewhere: frozenset[int] = frozenset()
 
     @cached_property
     def rows(self) -> tuple[range, ...]:
@@ -106,6 +130,32 @@ class Units:
             first, *others = group
             rows.append(range(first, (others or [first])[-1] + 1))
         return tuple(rows)
+
+    def operators(self, unit: int) -> range:
+        """Return the operators of a unit, including those of code between its calls."""
+        first, *others = self.units[unit].calls
+        return range(self.trace.calls[first].operators.start, self.trace.calls[(others or [first])[-1]].operators.stop)
+
+    @cached_property
+    def exchanging(self) -> frozenset[int]:
+        """The units in which processes communicate."""
+        own = (unit for unit, _ in enumerate(self.units) if any(run.exchanges for run in self._runs(unit)))
+        return self.elsewhere.union(own)
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """The units that exchange only in the forward. See NOTE [ Exchanges in a plan ]."""
+        return frozenset(
+            unit for unit in self.exchanging if any(run.varies or run.op_info.is_paired for run in self._runs(unit))
+        )
+
+    def ran(self, unit: int) -> int:
+        """Return a number that equal operators of a unit share, in any process."""
+        return crc32(" ".join(run.name for run in self._runs(unit)).encode())
+
+    def _runs(self, unit: int) -> list[Run]:
+        own = self.operators(unit)
+        return self.trace.operators.runs[own.start : own.stop]
 
     def entered(self, unit: int) -> int:
         """Return the time in the trace at which a unit begins."""
@@ -249,15 +299,9 @@ class _Linker:
             self.groups.append([index])
             self.scope_of.append(scope)
         if not self.groups:
-            if self.unlike:
-                raise StepError(
-                    f"no call of the model can be recomputed, so there is nothing to plan: {told(self.unlike)}"
-                )
-            raise StepError(
-                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters, or "
-                "runs a reverse-mode transform of torch.func or a `torchremat.loop`. There is nothing to plan; write "
-                "out of place."
-            )
+            own = "each writes to its inputs or parameters, or runs a reverse-mode transform of torch.func or a `loop`."
+            why = told(self.unlike) if self.unlike else own
+            raise StepError(f"no call of the model can be recomputed, so there is nothing to plan: {why}")
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
         units = [unit for _, row in rows for unit in self.row(row, keys)]

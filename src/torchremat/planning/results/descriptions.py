@@ -28,12 +28,15 @@ from torchremat.planning.simulator.prediction import Candidate, chosen_options, 
 from torchremat.planning.stepping import GivenOptimizer
 from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.regions.forwards import forward_of_class
-from torchremat.schedules.chain import Tree
+from torchremat.schedules.chain import RegionNode, Tree, kept
 from torchremat.tensors.sizes import format_bytes
 
 
-def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUnit:
-    """Return the entry of a unit in a plan; `lines` has the source line of each module by name."""
+def planned_unit(own: Profile, unit: int, lines: Mapping[str, str], again: frozenset[int]) -> PlannedUnit:
+    """Return the entry of a unit in a plan.
+
+    `lines` has the source line of each module by name, and the units in `again` exchange in their recompute.
+    """
     found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
     saved = (*(size.saved - set(found.inputs)), *size.left)
     return PlannedUnit(
@@ -43,7 +46,19 @@ def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUn
         input_bytes=sum(trace.storage_bytes[storage] for storage in found.inputs),
         seconds=own.costs[unit].seconds,
         flops=own.costs[unit].flops,
+        exchanges="again" if unit in again else "once" if unit in own.units.exchanging else "",
         line=lines.get(trace.calls[found.calls[0]].name, ""),
+    )
+
+
+def exchanging_again(own: Profile, tree: Tree) -> frozenset[int]:
+    """Return the units whose recompute under a tree exchanges with other processes."""
+    recomputed = {keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))}
+    options = dict(chosen_options(tree))
+    return frozenset(
+        unit
+        for unit in own.units.exchanging
+        if (own.options[unit][options[unit] - 1].exchanges if unit in options else unit in recomputed)
     )
 
 
@@ -148,9 +163,10 @@ def plan_of(
 
 def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
     own, lines = found.profile, lines_of(profiled.model)
+    again = exchanging_again(own, found.tree)
     return Choice(
         tree=found.tree,
-        units=tuple(planned_unit(own, unit, lines) for unit in range(len(own.units.units))),
+        units=tuple(planned_unit(own, unit, lines, again) for unit in range(len(own.units.units))),
         calls=calls_of(own.units),
         held=held_of(own, found.tree),
         stored=tuple(choice.planned for choice in found.offloads.values()),
@@ -159,8 +175,9 @@ def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
     )
 
 
-def with_optimizer(plan: Plan, options: PlanOptions) -> Plan:
-    """Return the plan with the optimizer of this process, and the stores of state and parameters, for `apply`."""
+def with_own(plan: Plan, options: PlanOptions) -> Plan:
+    """Return the plan with the optimizer and the stores of this process, for `apply`."""
+    object.__setattr__(plan, "given_stores", tuple(options.stores))
     if options.optimizer is not None:
         object.__setattr__(plan, "given_optimizer", GivenOptimizer(options.optimizer))
         object.__setattr__(plan, "given_optimizer_store", options.optimizer_store)
@@ -215,13 +232,14 @@ def _provenance(profiled: ProfiledStep, found: Candidate, size: int, budget: str
         inputs=input_sizes(found.profile),
         stores=tuple(map(repr, stores)),
         speeds=tuple(store_profile.speed for store_profile in search.store_profiles),
-        given_stores=stores,
         optimizer_store="" if steps.state is None else repr(steps.state),
         parameter_store="" if steps.parameters is None else repr(steps.parameters),
         ran_out=search.search_budget.ran_out,
         conditions=conditions_by_root(found.profile),
         planning_seconds=profiled.placed.spent_seconds,
         planning_steps=profiled.subject.runs,
+        processes=max(1, len(profiled.placed.peers.ranks)),
+        ranks=profiled.placed.peers.ranks,
     )
 
 
@@ -250,10 +268,36 @@ def nothing_fits(profiled: ProfiledStep, size: int, budget: str, reserved_bytes:
     return (
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
-        f"{format_bytes(profiled.fixed_bytes)} of it are live before a step; {lowers}"
+        f"{format_bytes(profiled.fixed_bytes)} of it are live before a step; {lowers} {_what_holds(floor)}"
         + (f" {shares}" if shares else "")
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )
+
+
+def _what_holds(floor: Candidate) -> str:
+    """Return what the peak of a candidate consists of, in addition to what is live before a step, as a sentence."""
+    own, walk = floor.profile, walk_of(floor.profile, floor.tree, floor.offloads)
+    parts, peak_bytes = dict[str, int](), own.start_bytes
+    for state in walk:
+        if not isinstance(state, Live):
+            continue
+        live, over = live_bytes(own, state), over_bytes(own, state)
+        if live + over <= peak_bytes:
+            continue
+        peak_bytes = live + over
+        outputs = {*walk.live.held, *walk.live.alive}.intersection(own.lifetimes.end)
+        outputs_bytes = sum(map(own.units.trace.storage_bytes.__getitem__, outputs))
+        is_early = state.key[0] in (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
+        parts = {
+            "of outputs that the step's own code holds": outputs_bytes,
+            "that modules keep for backward": state.held_bytes - outputs_bytes,
+            f"of {'' if is_early else 'gradients and '}what the step's own code holds, which no plan lowers": (
+                live - state.held_bytes
+            ),
+            "needed on top meanwhile": over,
+        }
+    told = [f"{format_bytes(size)} {words}" for words, size in parts.items() if 20 * size >= peak_bytes]
+    return f"Its peak is in {floor.prediction.where}{': ' if told else ''}{'; '.join(told)}."
 
 
 def compiled_whole(profile: Profile) -> str | None:

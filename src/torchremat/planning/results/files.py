@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from hashlib import sha256
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
@@ -30,6 +31,11 @@ def to_json(plan: PlanData) -> str:
     """Return a plan as JSON text; lists of plain values stand on one line each."""
     content = {"schema": SCHEMA, "version": VERSION, **cast("dict[str, object]", _written(plan))}
     return _laid_out(content, "") + "\n"
+
+
+def digest_of(value: object) -> str:
+    """Return some characters that equal parts of plans share, in any process; other parts have others."""
+    return sha256(json.dumps(_written(value)).encode()).hexdigest()[:16]
 
 
 def from_json(text: str, kind: type[T], *, source: str) -> T:

@@ -12,7 +12,7 @@ from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.profiled_step import ProfiledStep, Solution
-from torchremat.planning.results.descriptions import plan_of, with_optimizer
+from torchremat.planning.results.descriptions import plan_of, with_own
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.results.staircases import Staircase, draw, knee_of
 from torchremat.planning.searches.chains import Cost
@@ -132,7 +132,8 @@ class Frontier(Viewed):
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
 
-        The first plan of the frontier runs one plain step if that fits, for its certificate.
+        The first plan of the frontier runs one plain step if that fits, for its certificate; for a budget in bytes only
+        if it fits that budget.
 
         Args:
             budget: As for `torchremat.plan`, or one of the points.
@@ -144,10 +145,12 @@ class Frontier(Viewed):
             if budget not in self.points:
                 raise BudgetError("the point belongs to another frontier; give one of `points`.")
             size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
+            limit_bytes = None
         else:
             relative = relative_of(budget)
             size = self._ways[0].bytes_of(budget) if relative is None else self._bytes_of(relative)
             name, place = str(budget), self._cheapest(size)
+            limit_bytes = size if relative is None else None
             if place is None:
                 lowest = self.points[-1]
                 raise BudgetError(
@@ -155,12 +158,13 @@ class Frontier(Viewed):
                     f"{lowest.budget_bytes} bytes ({format_bytes(lowest.budget_bytes)}), at {lowest.slowdown:.2f} x "
                     "the plain time."
                 )
-        first = self._ways[0]
-        return with_optimizer(first.for_all(lambda: self._planned(place, size, name)), first.options)
+        profiled = next(one for one in self._ways if one.stepping == self.points[place].stepping)
 
-    def _planned(self, place: int, size: int, name: str) -> Plan:
-        found = self._solutions[place]
-        return plan_of(found.profiled, found.candidate, size, name, beside=self._ways)
+        def planned() -> Plan:
+            return plan_of(profiled, self._solutions[place].candidate, size, name, beside=self._ways)
+
+        with profiled.placed.within(limit_bytes):
+            return with_own(profiled.for_all(planned), profiled.options)
 
     def _bytes_of(self, budget: Relative) -> int:
         first = self._ways[0]

@@ -112,6 +112,7 @@ class PlannedUnit:
         input_bytes: Bytes of its inputs.
         seconds: Seconds of one forward.
         flops: Flops of one forward.
+        exchanges: How often it exchanges with other processes: "again" if its recompute does too; "" if it never does.
         line: File and line of the code of its first module; a plan that was loaded has none.
     """
 
@@ -121,6 +122,7 @@ class PlannedUnit:
     input_bytes: int
     seconds: float
     flops: int
+    exchanges: Literal["", "once", "again"] = ""
     line: str = field(default="", compare=False, metadata={"written": False})
 
 
@@ -149,6 +151,8 @@ class Provenance:
             warning in the first step.
         planning_seconds: Seconds of planning: the runs of the step, and the search. 0 in older plans.
         planning_steps: Number of times that planning has run the step, or its forward alone.
+        processes: Number of processes that have planned together.
+        ranks: Their ranks, if there are several; a plan that was loaded has none.
     """
 
     budget_bytes: int
@@ -171,6 +175,8 @@ class Provenance:
     conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
     planning_seconds: float = field(default=0.0, compare=False)
     planning_steps: int = field(default=0, compare=False)
+    processes: int = 1
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
 
 
 @dataclass(frozen=True, kw_only=True)

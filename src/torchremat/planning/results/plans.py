@@ -10,12 +10,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchremat._compat.collectives import is_distributed
 from torchremat.errors import PlanError, check_flags
+from torchremat.measuring.communication import known_groups
 from torchremat.measuring.curves import draw
 from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.layout import Application, check_bare, install, modules_under, put_on, uninstall, unmet_modules
-from torchremat.planning.results.files import from_json, to_json
+from torchremat.planning.peers.peers import Group, Peers, check_group, peers_of
+from torchremat.planning.results.files import digest_of, from_json, to_json
 from torchremat.planning.results.plan_data import PlanData
 from torchremat.planning.results.plan_page import page_of, steps_of
 from torchremat.planning.results.printing import text_of
@@ -49,6 +52,7 @@ class Plan(PlanData, ViewedOverTime):
         optimizer: torch.optim.Optimizer | None = None,
         optimizer_store: Store | None = None,
         parameter_store: Store | None = None,
+        group: Group = "step",
     ) -> None:
         """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
 
@@ -64,13 +68,17 @@ class Plan(PlanData, ViewedOverTime):
                 plan has lost it. A plan that leaves its step alone needs none.
             optimizer_store: The store for its state. By default the one that the plan was made with.
             parameter_store: The store for parameters, likewise.
+            group: The processes that have to put the same plan on their models, as for `plan`. By default those that
+                have planned together; of a loaded plan, those that are known by the model's wrapper and parameters, or
+                all, if they are as many as have planned. They compare their plans now, and in the first step.
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not the ones, or it was made without stores, or its regions nest too
                 deeply to run, or it needs an optimizer and has none, or parameters have waited in a store when it was
                 made, and do not now.
-            StepError: The optimizer has none of the model's parameters.
+            StepError: The optimizer has none of the model's parameters; or another process has another plan, or does
+                not come.
             StoreError: The state, or a parameter, does not go into the store.
             UnsupportedError: One of the stores is no store, or is lossy and that is not allowed; or `allow_lossy` is
                 neither True nor False; or the optimizer's gradients are released already; or see
@@ -91,6 +99,8 @@ class Plan(PlanData, ViewedOverTime):
                 "stack has room for. Plan again: this version makes no such plans."
             )
         offload_schedule = self._offload_schedule(given)
+        peers = self._peers(model, group)
+        self._compare(peers)
         handles = self._handles(model, optimizer, StepStores(state=optimizer_store, parameters=parameter_store))
         install(
             model,
@@ -101,14 +111,42 @@ class Plan(PlanData, ViewedOverTime):
             inputs=self.inputs,
             conditions=self.conditions,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
+            gradient_bytes=self.before_bytes["gradients"],
             offload_schedule=offload_schedule,
             # Stores are measured on this machine, while the seconds of recomputes may be those of another device.
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
-            checks=checks_on(model, self._counted),
+            checks=checks_on(model, self._counted, partial(self._compare, peers)),
             stepping=self.stepping,
             handles=handles,
         )
+
+    def _peers(self, model: nn.Module, group: Group) -> Peers:
+        """Return the processes that have to put the same plan on their models."""
+        check_group(group)
+        known = known_groups([model], ())
+        if group == "step" and self.processes > 1 and is_distributed():
+            world = torch.distributed.get_world_size()
+            if self.ranks:
+                known.add(self.ranks)
+            elif world == self.processes:
+                known.add(tuple(range(world)))
+            elif not known:
+                raise PlanError(
+                    f"the plan was made by {self.processes} processes together, and is loaded in one of {world}: which "
+                    "of them have to have the same plan? Say it by `apply(model, group=...)`, a process group."
+                )
+        return peers_of(known, group, "putting a plan on")
+
+    def _compare(self, peers: Peers) -> None:
+        """Raise in all processes that have to have this plan if one of them has another."""
+        if peers.are_several:
+            peers.check_equal(
+                "the plan",
+                digest_of(self._application),
+                "Processes that communicate have to recompute the same, or they exchange tensors in different orders: "
+                "plan in all of them together, or load one file in all of them.",
+            )
 
     def _handles(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, given: StepStores
@@ -151,6 +189,7 @@ class Plan(PlanData, ViewedOverTime):
             state_bytes=self.before_bytes.get("optimizer", 0),
             has_optimizer=self.optimizer_peak_bytes is not None,
             bucket_bytes=self.before_bytes.get("communication", 0),
+            gradient_bytes=self.before_bytes["gradients"],
             recomputes=bool(self.recomputed_calls or self.recomputed_flops or self.stored),
         )
 

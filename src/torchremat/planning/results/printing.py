@@ -102,7 +102,10 @@ def unit_words(plan: PlanData) -> list[str]:
             words[unit] = f"{'─ recompute' if words[unit] == 'keep' else words[unit]} in {len(one.cuts) + 1} parts"
         else:
             words[unit] += f" {len(one.held)} of {len(one.operators)} operators"
-    return words
+    return [
+        f"{one}, exchanges {unit.exchanges}" if unit.exchanges else one
+        for one, unit in zip(words, plan.units, strict=True)
+    ]
 
 
 def described(tree: Tree) -> list[str]:

@@ -2,6 +2,7 @@
 
 loops.py             loops in the trace, whose steps are equal stages of the chain
 chains.py            a profile as a chain of scalars
+chain_tables.py      the tables of a chain's schedules, for all limits
 flows.py             the operators of a step or unit as a dataflow
 replays.py           the bytes of a region that holds some operators' outputs, and of its backward
 unit_operators.py    the operators of a unit, and what holding some of them takes
@@ -11,6 +12,7 @@ inter_call_saves.py  tensors that a unit's own code saves between the calls insi
 granularity.py       units split into the calls inside them
 storing.py           which kept units go to a store, and when
 loosening.py         replacements for a node that recompute less, and lower bounds on the peak of the changed tree
+placements.py        all placements of regions by hand in a short chain
 search_budget.py     the time limit of the search, and the progress that an observer is given
 solver.py            the best tree for one profile
 dividing.py          the best tree with recomputes in parts

@@ -30,6 +30,10 @@ def check_cost(cost: object) -> None:
         raise UnsupportedError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
 
 
+# How many times dearer a unit is to recompute that must not be: see NOTE [ Exchanges in a plan ].
+_NEVER = 1e9
+
+
 class RunCost(NamedTuple):
     """What runs again: its seconds here, those on a generic device, and its flops."""
 
@@ -151,9 +155,11 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
             0, profile.after_bytes.get((ProgramPoint.BACKWARD, unit), 0), _released_peak(profile, unit)
         ),
     )
+    times = _NEVER if unit in profile.units.pinned else 1.0
+    truncated = RunCost(costs.seconds_truncated, nominal_truncated_s, costs.flops_truncated)
     return Stage(
-        forward=amount(profile, cost, RunCost(costs.seconds_inside, nominal_s, costs.flops)),
-        truncated=amount(profile, cost, RunCost(costs.seconds_truncated, nominal_truncated_s, costs.flops_truncated)),
+        forward=times * amount(profile, cost, RunCost(costs.seconds_inside, nominal_s, costs.flops)),
+        truncated=times * amount(profile, cost, truncated),
         linked_bytes=_bytes_of(profile, linked),
         external_bytes=_bytes_of(profile, external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),

@@ -140,7 +140,7 @@ class _UnitInParts:
     def _is_known(self) -> bool:
         """Whether all memory that a recompute makes is freed with saves that are known."""
         saves, backward = self._own.saves, self._backward
-        if saves is None or self._size.copied_bytes or backward.remade != self._freed:
+        if saves is None or self._own.is_pinned or self._size.copied_bytes or backward.remade != self._freed:
             return False
         made = {value for operator in self._own.flow.operators for value in operator.outputs}
         return all(
@@ -215,6 +215,7 @@ class _UnitInParts:
             flops=sum(run.flops for end in ends for run in runs[:end]),
             ordinals=(),
             operators=(),
+            exchanges=any(run.exchanges for run in runs[: max(ends)]),
             cuts=cuts,
             late_from=firsts[-1],
         )

@@ -55,7 +55,7 @@ class Dividing:
     @cached_property
     def _solver(self) -> Solver:
         """Judges trees with these options."""
-        return Solver(self.profile, self._base.cost_unit, search_budget=self._search_budget)
+        return Solver(self.profile, self._base.cost_unit, beside=self._base, search_budget=self._search_budget)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""

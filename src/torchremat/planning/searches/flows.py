@@ -5,6 +5,7 @@
     input of the unit                   as it is        yes, a region holds it
     other tensor from outside           as it is        no: no region can hand it back
     made by an operator                 as it is        unless it is written to later
+    received by a collective            as it is        likewise, and if the unit has made its memory
     output of the unit                  as it is        yes, at 0 bytes: its next consumer holds it
 
 Seconds come from operators that ran once each, so operators of one signature share their median, and all of them are
@@ -37,6 +38,7 @@ def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
     numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
     place = {value: index for index, value in enumerate(numbers)}
     made = {value for run in runs for value in run.makes}
+    older = {log.values[value].storage for value in numbers if value not in made}
     return Dataflow(
         operators=tuple(
             Operator(
@@ -44,7 +46,9 @@ def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
                 inputs=tuple(place[value] for value in run.reads),
                 outputs=tuple(place[value] for value in run.makes),
                 cost=math.inf if run.is_compiled else float(run.flops),
-                replaceable=run.op_info.is_kept and bool(run.makes),
+                replaceable=run.op_info.is_kept
+                and (bool(run.makes) or run.op_info.receives)
+                and (not run.op_info.receives or older.isdisjoint(log.values[value].storage for value in run.makes)),
             )
             for run in runs
         ),
@@ -52,16 +56,9 @@ def flow_of(profile: Profile, unit: int | None = None) -> Dataflow:
     )
 
 
-def operators_of(profile: Profile, unit: int) -> range:
-    """Return the operators of a unit, including those of code between its calls."""
-    calls = profile.units.units[unit].calls
-    trace = profile.units.trace
-    return range(trace.calls[calls[0]].operators.start, trace.calls[calls[-1]].operators.stop)
-
-
 def runs_of(profile: Profile, unit: int) -> list[Run]:
     """Return the operators of a unit as the forward has run them."""
-    operators = operators_of(profile, unit)
+    operators = profile.units.operators(unit)
     return profile.units.trace.operators.runs[operators.start : operators.stop]
 
 
@@ -83,13 +80,13 @@ def saves_of(profile: Profile, unit: int) -> list[int] | None:
 
 def save_positions(profile: Profile, unit: int) -> list[int]:
     """Return for each save of `saves_of` how many of the unit's operators have begun before it."""
-    start = operators_of(profile, unit).start
+    start = profile.units.operators(unit).start
     return [save.position - start for save in _saves_in(profile, unit)]
 
 
 def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
     """Return what autograd saves in a unit, in order."""
-    ran, calls = operators_of(profile, unit), set(profile.units.inside[unit])
+    ran, calls = profile.units.operators(unit), set(profile.units.inside[unit])
     saves, position = profile.units.trace.operators.saves, attrgetter("position")
     around = saves[bisect_left(saves, ran.start, key=position) : bisect_right(saves, ran.stop, key=position)]
     return [save for save in around if save.call in calls]
@@ -97,17 +94,19 @@ def _saves_in(profile: Profile, unit: int) -> list[SavedValue]:
 
 def _values(profile: Profile, unit: int | None, numbers: Iterable[int], made: set[int]) -> Iterable[Value]:
     log, units = profile.units.trace.operators, profile.units.units
-    saves, start = (log.saves, 0) if unit is None else (_saves_in(profile, unit), operators_of(profile, unit).start)
+    saves, start = (log.saves, 0) if unit is None else (_saves_in(profile, unit), profile.units.operators(unit).start)
     saved = {save.value: save.position - start for save in saves if not save.is_dropped}
     inputs, outputs = (set[int](), set[int]()) if unit is None else (set(units[unit].inputs), set(units[unit].outputs))
     leaves_stay = unit is None or not has_shards(profile.units, unit)
     for number in numbers:
         value = log.values[number]
+        is_found = unit is None or not value.is_part
         if number in made:
-            holdable, size = not value.is_overwritten, 0 if value.storage in outputs else value.size_bytes
+            holdable = is_found and not value.is_overwritten
+            size = 0 if value.storage in outputs else value.size_bytes
         else:
             # See NOTE [ Memory that is not the allocator's ].
-            holdable = (value.is_leaf and leaves_stay) or value.storage in inputs
+            holdable = (value.is_leaf and leaves_stay) or (is_found and value.storage in inputs)
             size = 0 if value.is_foreign else value.size_bytes
         yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
 
@@ -117,7 +116,7 @@ def seconds_of(profile: Profile) -> list[float]:
     pooled_s = pooled_seconds(profile.units.trace.operators.runs)
     found = _scaled(pooled_s, profile.forward_seconds)
     for unit in range(len(profile.costs)):
-        operators = operators_of(profile, unit)
+        operators = profile.units.operators(unit)
         found[operators.start : operators.stop] = unit_seconds(profile, unit, pooled_s)
     return found
 
@@ -128,7 +127,7 @@ def unit_seconds(profile: Profile, unit: int, pooled_s: list[float]) -> list[flo
     Those up to its last save are scaled to the time up to there, and the others to the rest: code of the user's that
     runs behind the last save, or waits there, is no part of a recompute, nor of what a schedule could save by it.
     """
-    operators, costs = operators_of(profile, unit), profile.costs[unit]
+    operators, costs = profile.units.operators(unit), profile.costs[unit]
     _, ends = profile.reached[unit]
     own_s = pooled_s[operators.start : operators.stop]
     head = sum(index < ends for index in operators)

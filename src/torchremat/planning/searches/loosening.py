@@ -9,8 +9,9 @@ additional bytes that a change holds there follow from a few storages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.points import Live, ProgramPoint
@@ -38,6 +39,21 @@ def loosened(node: Node, costs: list[list[float]]) -> Iterator[Tree]:
             yield (first, RegionNode(tuple(rest)))
             *most, last = node.children
             yield (RegionNode(tuple(most)), last)
+
+
+class HeldAfter(NamedTuple):
+    """What nodes hold between forward and backward: storages, by how often they do, and other bytes."""
+
+    storages: Counter[int]
+    inside_bytes: int
+
+
+def held_after(profile: Profile, nodes: Tree) -> HeldAfter | None:
+    """Return what consecutive nodes hold after their forward; None if that changes later."""
+    simulator = walk_of(profile, nodes)
+    for unit in range(nodes[0].first, nodes[-1].last + 1):
+        simulator.take(unit)
+    return None if simulator.unborn else HeldAfter(simulator.live.held, simulator.live.inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +97,18 @@ class PeakBounds:
         ahead = [height for height in self._peak_bounds if height.rank < first]
         if not ahead:
             return 0
-        before, after = self._held((old,)), self._held(nodes)
+        before, after = held_after(self._profile, (old,)), held_after(self._profile, nodes)
         if before is None or after is None:
             return 0
         return max(height.live_bytes + self._added(height, before, after) for height in ahead)
 
-    def _held(self, nodes: Iterable[Node]) -> tuple[Counter[int], int] | None:
-        """Return what nodes hold after their forward: storages, and bytes inside; None if that changes later."""
-        nodes = tuple(nodes)
-        simulator = walk_of(self._profile, nodes)
-        for unit in range(nodes[0].first, nodes[-1].last + 1):
-            simulator.take(unit)
-        return None if simulator.unborn else (simulator.live.held, simulator.live.inside)
-
-    def _added(self, height: _PeakBound, before: tuple[Counter[int], int], after: tuple[Counter[int], int]) -> int:
+    def _added(self, height: _PeakBound, before: HeldAfter, after: HeldAfter) -> int:
         """Return how many bytes more are held at a program point."""
-        added, sizes = after[1] - before[1], self._profile.units.trace.storage_bytes
-        for storage in before[0].keys() | after[0].keys():
+        added, sizes = after.inside_bytes - before.inside_bytes, self._profile.units.trace.storage_bytes
+        for storage in before.storages.keys() | after.storages.keys():
             if storage in height.alive:
                 continue
             was = height.held.get(storage, 0)
-            now = was - before[0][storage] + after[0][storage]
+            now = was - before.storages[storage] + after.storages[storage]
             added += sizes[storage] * ((now > 0) - (was > 0))
         return added

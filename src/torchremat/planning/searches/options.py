@@ -2,10 +2,14 @@
 
 Which operators is solved for several numbers of bytes (`schedules.operator_selection`). Alike units are solved once,
 and so are those that run the same on about as many bytes, like blocks whose experts get other tokens.
+
+One more option has the lowest peak, whatever operators cost: it holds what is saved last, which backward frees before
+it asks for the rest. The smallest budget is sought among these, so it does not depend on a clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -20,12 +24,14 @@ from torchremat.planning.searches.unit_operators import UnitOperators, unit_oper
 from torchremat.planning.simulator.points import OptionBytes
 from torchremat.planning.simulator.simulator import Options
 from torchremat.schedules.dataflow import Dataflow
-from torchremat.schedules.operator_selection import OperatorSelection, choices, evaluate, select
+from torchremat.schedules.operator_selection import OperatorSelection, choices, evaluate, holdable, select
 
 _POINTS = 16
 # The best selection for a unit is nearly the best for a unit with the same operators, if bytes and costs differ by
 # less.
 _ALIKE = 0.05
+# How many numbers of last operators are tried for the lowest peak.
+_MOST_TRIED = 16
 
 # By unit, the selections that are options of it.
 Selections: TypeAlias = tuple[tuple[OperatorSelection, ...], ...]
@@ -98,7 +104,7 @@ class _SelectionSearch:
         self._by_form: dict[Dataflow, list[Dataflow]] = {}
 
     def options(self, own: UnitOperators) -> Iterator[tuple[OperatorSelection, OptionBytes]]:
-        """Yield the options of a unit, most bytes first, with the selection of each."""
+        """Yield the options of a unit, most bytes first, that of the lowest peak last; with the selection of each."""
         for selection in self._selections(own) if own.has_options else ():
             option = own.option(selection)
             # Otherwise keeping everything, or a plain region with its early stop, does the same without a policy.
@@ -116,7 +122,10 @@ class _SelectionSearch:
                 known.append(flow)
                 self._solved[flow] = self._solve(own, passing)
             else:
-                self._solved[flow] = tuple(evaluate(flow, one.held, overhead=passing) for one in self._solved[alike])
+                self._solved[flow] = tuple(
+                    replace(evaluate(flow, one.held, overhead=passing), is_lowest=one.is_lowest)
+                    for one in self._solved[alike]
+                )
         return self._solved[flow]
 
     def _solve(self, own: UnitOperators, passing: float) -> tuple[OperatorSelection, ...]:
@@ -126,7 +135,31 @@ class _SelectionSearch:
         left_s = self._search_budget.left_s
         if not left_s:
             return ()
-        return choices(own.flow, points=_POINTS, overhead=passing, most_bytes=most_bytes, most_seconds=left_s)
+        found = choices(own.flow, points=_POINTS, overhead=passing, most_bytes=most_bytes, most_seconds=left_s)
+        lowest = _lowest(own, passing)
+        return found if lowest is None else (*(one for one in found if one != lowest), lowest)
+
+
+def _lowest(own: UnitOperators, overhead: float) -> OperatorSelection | None:
+    """Return the selection of all that is saved last with which a unit has its lowest peak; None if none lowers it.
+
+    A unit with operators that must not run again has no plain region: it has the selection that holds least.
+    """
+    flow = own.flow
+    values = enumerate(flow.values)
+    needed = [(flow.maker.get(number, -1), value.saved_after) for number, value in values if value.needed]
+    never = {index for index, operator in enumerate(flow.operators) if math.isinf(operator.cost)}
+    ends = sorted({saved_after for _, saved_after in needed if saved_after})[: None if never else -1]
+    tried = ends[:: -(-len(ends) // _MOST_TRIED)] if ends else ()
+    able = set(holdable(flow))
+    last = ({maker for maker, saved_after in needed if saved_after > end} & able | never for end in tried)
+    found = (replace(evaluate(flow, held, overhead=overhead), is_lowest=True) for held in last)
+    options = ((own.option(one), one) for one in found if math.isfinite(one.cost))
+    peaks = [(own.peak_of(option), one) for option, one in options if own.gains(option)]
+    if never:
+        return min((one for _, one in peaks), default=None, key=lambda one: one.held_bytes)
+    least_bytes, lowest = min(peaks, default=(own.whole_bytes, None), key=lambda two: (two[0], -two[1].ends))
+    return lowest if least_bytes < own.whole_bytes else None
 
 
 def _is_alike(one: Dataflow, other: Dataflow) -> bool:
@@ -135,7 +168,8 @@ def _is_alike(one: Dataflow, other: Dataflow) -> bool:
 
 
 def _totals(flow: Dataflow) -> tuple[float, float]:
-    return sum(value.size_bytes for value in flow.values), sum(operator.cost for operator in flow.operators)
+    costs = (operator.cost for operator in flow.operators if math.isfinite(operator.cost))
+    return sum(value.size_bytes for value in flow.values), sum(costs)
 
 
 def _free_of_flops(flow: Dataflow, runs: list[Run], most_seconds: float) -> int:

@@ -14,7 +14,7 @@ that are not held. So the watched backward, in which everything is recomputed fi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,12 +160,22 @@ class SelectionReplay:
                 if freed < end and event not in alone:
                     delta[freed - self._begin] = 0
         live = live_bytes_of(delta)
+        for index, size_bytes in self._copied(gone):
+            live[self._span(index)[1] - self._begin :] -= size_bytes
         first, *others = self._drawn(self.spared) or [ends]
         for index in others:
             live[self._span(index)[0] - self._begin :] -= self._state_bytes
         # The current state is copied before the held one is freed.
         copied = int(live[self._span(first)[0] - self._begin]) + self._state_bytes if first < ends else 0
         return max(copied, int(live.max()))
+
+    def _copied(self, gone: Container[int]) -> Iterator[tuple[int, int]]:
+        """Yield the collectives that do not run, with held bytes that are freed once the recompute has a copy."""
+        for index in self.spared:
+            for value in self._flow.operators[index].outputs:
+                made = self._made.get(self._storages[value])
+                if made is not None and made.maker != index and (not self._flow.values[value].needed or value in gone):
+                    yield index, self.size(self._storages[value])
 
     def _freed(self, allocated: int) -> int:
         intervals = self._intervals.get(int(self._pointers[allocated]), ())

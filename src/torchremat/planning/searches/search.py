@@ -62,18 +62,21 @@ class Search:
             with search_budget.running(_OPTIONS_SHARE):
                 pair = pair.each(self._with_options)
         self.pair = pair
-        self.blocks = self._solver(pair.blocks) if pair.blocks.options else self.whole
+        self.blocks = self._solver(pair.blocks, beside=self.whole) if pair.blocks.options else self.whole
         self.dividing = Dividing(self.blocks) if options.operators else None
 
     def _with_options(self, profile: Profile) -> Profile:
         return replace(profile, options=options_of(profile, self.cost_unit, self.search_budget))
 
-    def _solver(self, profile: Profile, *, hand_made: bool = True, over_steps: bool = False) -> Solver:
+    def _solver(
+        self, profile: Profile, *, hand_made: bool = True, over_steps: bool = False, beside: Solver | None = None
+    ) -> Solver:
         return Solver(
             profile,
             self.cost_unit,
             hand_made=hand_made,
             over_steps=over_steps,
+            beside=beside,
             search_budget=self.search_budget,
         )
 

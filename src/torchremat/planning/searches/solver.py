@@ -1,6 +1,7 @@
 """The best tree for a profile and a limit: candidates from the solvers, judged by the exact interpreter.
 
-    candidates    the optimal persistent schedules for a range of limits (one table has them all), the uniform trees
+    candidates    the optimal persistent schedules for a range of limits (one table has them all), the uniform trees,
+                  and of a short chain all placements by hand
     judge         `predict`: exact bytes by storage, the executor's own cost
     polish        regions of the best tree are dissolved as long as the limit allows
 
@@ -10,29 +11,26 @@ The chain's scalars err to both sides, so the solver's limit is itself searched 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import fitted
+from torchremat.planning.searches.chain_tables import ChainTables
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened
+from torchremat.planning.searches.placements import Placements
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate, predict
-from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded
+from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded, kept, rebuilt
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import uniform_trees
 
-# The share of the remaining time for a table.
-_TABLE_SHARE = 0.5
-
 # The reported share before the polish of a tree, which takes about as long.
 _JUDGING_SHARE = 0.5
-
-# The highest limit of a table for a chain with loops, over that of the next finer one.
-_FINER = 2
 
 # How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
 # judgement takes longer then.
@@ -54,9 +52,10 @@ class Solver:
     Args:
         profile: The profile.
         cost: What to minimise.
-        hand_made: Whether all uniform trees, as people write them by hand, are tried. They gain nothing in mixtures
-            except the finest, where a block is several stretches, each alike.
+        hand_made: Whether all trees as people write them by hand are tried: uniform ones, and placements. They gain
+            nothing in mixtures except the finest, where a block is several stretches, each alike.
         over_steps: Whether stages are steps of loops, if there are any; those of a long chain are in any case.
+        beside: A solver for the profile with other options: what a tree without any needs is the same there.
         search_budget: The time limit.
     """
 
@@ -67,6 +66,7 @@ class Solver:
         *,
         hand_made: bool = True,
         over_steps: bool = False,
+        beside: Solver | None = None,
         search_budget: SearchBudget | None = None,
     ) -> None:
         self.profile = profile
@@ -74,8 +74,9 @@ class Solver:
         self.hand_made = hand_made
         self.over_steps = over_steps
         self.search_budget = SearchBudget() if search_budget is None else search_budget
+        self._beside = beside
         self._known: dict[Tree, Candidate] = {}
-        self._tables: dict[int, Persistent] = {}  # by the highest limit of each
+        self._shared: dict[Tree, Candidate] = {} if beside is None else beside._shared
         self._peaks: dict[Persistent, dict[int, int]] = {}  # by level of a table: the exact peaks of its judged trees
 
     @cached_property
@@ -106,31 +107,27 @@ class Solver:
         """The tree that keeps everything."""
         return self.judged(tuple(KeepNode(unit) for unit in range(len(self.profile.units.units))))
 
-    @property
-    def table(self) -> Persistent:
-        """The optimal persistent schedules of the chain, for all limits."""
-        return self.table_within(self._highest_bytes)
+    @cached_property
+    def tables(self) -> ChainTables:
+        """The optimal persistent schedules of the chain."""
+        return self._tables_of(self.chain)
 
-    @property
-    def _highest_bytes(self) -> int:
-        return max(1, int(1.1 * self.plain.prediction.peak_bytes))
+    def _lowest_table(self) -> Persistent:
+        """Return the schedules for the lowest limits of a chain in which no clock has a say.
 
-    def table_within(self, limit_bytes: int) -> Persistent:
-        """Return the optimal persistent schedules for limits up to one.
-
-        A long loop fits into a small part of what it needs plainly, in which the slots of a table for all limits are
-        too coarse: it has tables for limits of a half each of the one before.
+        Its costs are flops, and its options those that were chosen for their bytes alone.
         """
-        most_bytes, least_bytes = self._highest_bytes, max(limit_bytes, self._step_bytes)
-        while self.chain.borders and most_bytes // _FINER > least_bytes:
-            most_bytes //= _FINER
-        if most_bytes not in self._tables:
-            self.search_budget.tell("tables")
-            most_s = _TABLE_SHARE * self.search_budget.left_s
-            found = Persistent(self.chain, most_bytes, most_seconds=most_s)
-            self.search_budget.ran_out = self.search_budget.ran_out or not found.is_whole
-            self._tables[most_bytes] = found
-        return self._tables[most_bytes]
+        known = zip(self.profile.options, self._for_bytes, strict=True)
+        options = tuple(tuple(own[number - 1] for number in numbers) for own, numbers in known)
+        return self._tables_of(chain_of(replace(self.profile, options=options), "flops", self.loops)).lowest
+
+    @cached_property
+    def _for_bytes(self) -> list[list[int]]:
+        """The numbers of the options of each unit that were chosen for their bytes alone."""
+        return [[n for n, one in enumerate(own, 1) if one.is_lowest or one.cuts] for own in self.profile.options]
+
+    def _tables_of(self, chain: Chain) -> ChainTables:
+        return ChainTables(chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)), self.search_budget)
 
     @property
     def most_judged(self) -> int:
@@ -148,13 +145,36 @@ class Solver:
         judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
         return tuple(self.judged(expanded(tree, self.stages)) for tree in judged)
 
+    @cached_property
+    def placements(self) -> Placements | None:
+        """All placements by hand, if the chain is short and they are tried."""
+        if self._beside is not None:
+            return self._beside.placements
+        if not self.hand_made or self.loops or not self._is_local:
+            return None
+        return Placements(
+            self.profile,
+            self.plain,
+            self.judged,
+            most_judged=self.most_judged,
+            search_budget=self.search_budget,
+        )
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether a change of one call changes no other: else the other calls of its root change as well."""
+        return len(self.profile.units.roots) == 1 and not self.profile.units.trace.sharded
+
     def judged(self, tree: Tree) -> Candidate:
         """Return a tree with its prediction, adapted so that it can run and suits the roots."""
         tree = fitted(self.profile.units, bounded(tree))  # See NOTE [ How deep regions may nest ]
         if tree not in self._known:
-            prediction = predict(self.profile, tree)
-            cost = amount(self.profile, self.cost_unit, prediction)
-            self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
+            known = self._known if any(keep.option for keep in kept(tree)) else self._shared
+            if tree not in known:
+                prediction = predict(self.profile, tree)
+                cost = amount(self.profile, self.cost_unit, prediction)
+                known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
+            self._known[tree] = known[tree]
         return self._known[tree]
 
     def scheduled(self, table: Persistent, slots: int) -> Candidate:
@@ -171,6 +191,8 @@ class Solver:
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [*self.persistent(limit_bytes), *self.uniform]
+        if self.placements is not None and (placed := self.placements.cheapest(limit_bytes)) is not None:
+            found.append(placed)
         fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
         return min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
 
@@ -179,7 +201,7 @@ class Solver:
 
         Results for earlier limits are reused.
         """
-        table = self.table_within(limit_bytes)
+        table = self.tables.within(limit_bytes)
         levels, peaks = table.levels, self._peaks.setdefault(table, {})
         fits = max((one for one, peak in peaks.items() if peak <= limit_bytes), default=-1)
         above = min((one for one, peak in peaks.items() if peak > limit_bytes and one > fits), default=len(levels))
@@ -209,8 +231,7 @@ class Solver:
             return best  # nested so deeply that the limit leaves no room
         place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
         peak_bounds = PeakBounds(self.profile, best.tree)
-        # A change of one call of a root changes its other calls too.
-        is_local = len(self.profile.units.roots) == 1 and not self.profile.units.trace.sharded
+        is_local = self._is_local
         while place < len(best.tree) and len(self._known) - judged < most and not self.search_budget.is_over:
             self.search_budget.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
             before, after = best.tree[:place], best.tree[place + 1 :]
@@ -230,7 +251,14 @@ class Solver:
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        found, table = list(self.uniform), self._lowest_table
+
+        def numbered(keep: KeepNode) -> Iterator[KeepNode]:
+            """Yield the same with the number that its option has among all of its unit."""
+            yield replace(keep, option=self._for_bytes[keep.stage][keep.option - 1]) if keep.option else keep
+
+        found, table = list(self.uniform), self._lowest_table()
+        if self.placements is not None and self.placements.lowest is not None:
+            found.append(self.placements.lowest)
         lowest, most = table.lowest_slots, table.most_slots
         steps = min(16, self.most_judged // 3)
         for asked in self.search_budget.parts(
@@ -238,20 +266,5 @@ class Solver:
         ):
             self.search_budget.tell("judging")
             if asked >= lowest and not (found and self.search_budget.is_over):
-                found.append(self.scheduled(table, asked))
+                found.append(self.judged(rebuilt(expanded(table.tree_at(asked), self.stages), stage=numbered)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
-
-    @property
-    def _step_bytes(self) -> int:
-        """The most bytes that one stage needs in its backward."""
-        return max(stage.backward_base_bytes + stage.options[0].saved_bytes for stage in self.chain.stages)
-
-    @property
-    def _lowest_table(self) -> Persistent:
-        """The table of the lowest limits for which it has trees."""
-        limit = max(1, self._step_bytes)  # it grows by a factor
-        found = self.table_within(limit)
-        while found.lowest_slots > found.most_slots and limit < self._highest_bytes:
-            limit *= _FINER
-            found = self.table_within(limit)
-        return found

@@ -10,6 +10,7 @@ since autocast makes them sometimes in the forward and sometimes in the recomput
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,11 +71,20 @@ class UnitOperators:
             replace(operator, cost=self.amount(RunCost(measured_s, nominal_seconds(self._log, run), operator.cost)))
             for operator, run, measured_s in zip(flow.operators, runs, self.seconds, strict=True)
         )
+        if self.is_pinned:
+            operators = tuple(
+                replace(one, cost=math.inf) if run.exchanges else one for one, run in zip(operators, runs, strict=True)
+            )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.op_info.is_cast for v in one.outputs}
         values = tuple(
             replace(value, holdable=value.holdable and number not in casts) for number, value in enumerate(flow.values)
         )
         return Dataflow(operators=operators, values=values)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the unit must not exchange again in a recompute."""
+        return self.unit in self.profile.units.pinned
 
     @property
     def form(self) -> Dataflow:
@@ -111,6 +121,8 @@ class UnitOperators:
             flops=sum(runs[index].flops for index in again),
             ordinals=ordinals,
             operators=operators,
+            exchanges=any(runs[index].exchanges for index in again),
+            is_lowest=selection.is_lowest,
         )
 
     def replay(self, selection: OperatorSelection, flow: Dataflow) -> SelectionReplay:
@@ -128,14 +140,34 @@ class UnitOperators:
         """Return the bytes and time of the unit when it holds the same operators as an option of another profile."""
         counted = (index for index, run in enumerate(self.runs) if run.op_info.is_counted)
         held = (index for index in counted if _ordinal(self.runs, index) in option.ordinals)
-        return self.option(evaluate(self.flow, held))
+        return self.option(replace(evaluate(self.flow, held), is_lowest=option.is_lowest))
 
     def gains(self, option: OptionBytes) -> bool:
-        """Return whether an option costs less than a plain region, and holds less than the unit kept as a whole."""
+        """Return whether an option costs less than a plain region, or lowers its peak, and holds less than the unit."""
         costs = self.profile.costs[self.unit]
         whole_s = self.profile.nominal_s[self.unit][1] + NOMINAL.region_s
-        is_cheaper = self.amount(option) < self.amount(RunCost(costs.seconds_truncated, whole_s, costs.flops_truncated))
-        return is_cheaper and option.kept_bytes < self.profile.sizes[self.unit].inside_bytes
+        region = RunCost(costs.seconds_truncated, whole_s, costs.flops_truncated)
+        is_cheaper = self.amount(option) < self.amount(region)
+        gains = not option.exchanges if self.is_pinned else is_cheaper or self.peak_of(option) < self.whole_bytes
+        return gains and option.kept_bytes < self.profile.sizes[self.unit].inside_bytes
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """The peak of the unit's backward with all its saved tensors, as after a plain region's recompute."""
+        return self._saved_bytes + int(self.profile.backwards[self.unit].live_bytes().max())
+
+    def peak_of(self, option: OptionBytes) -> int:
+        """Return the peak of the unit's backward with an option, over the bytes without any of its saved tensors."""
+        sizes = self.profile.units.trace.storage_bytes
+        held_bytes = option.kept_bytes + sum(sizes[storage] for storage in option.kept)
+        before = max(option.early_peak_bytes, option.recompute_peak_bytes)
+        return max(held_bytes + before, self._saved_bytes + option.late_peak_bytes)
+
+    @cached_property
+    def _saved_bytes(self) -> int:
+        own, trace = self.profile.units.units[self.unit], self.profile.units.trace
+        size = self.profile.sizes[self.unit]
+        return size.inside_bytes + sum(trace.storage_bytes[one] for one in size.saved if one not in own.inputs)
 
     def _seen(self, asked: int) -> int:
         """Return how many operators are seen if the policy is asked about the first `asked` that it counts.
@@ -187,7 +219,9 @@ def unit_operators(profile: Profile, cost: Cost) -> list[UnitOperators]:
 
 def _has_options(profile: Profile, unit: int, casts: frozenset[int]) -> bool:
     own, size = profile.units.units[unit], profile.sizes[unit]
-    if len(own.calls) != 1 or own.carried or size.left - casts or not size.has_backward or size.inside_bytes == 0:
+    if len(own.calls) != 1 or own.carried or unit in profile.units.unequal:
+        return False
+    if size.left - casts or not size.has_backward or size.inside_bytes == 0:
         return False
     runs = runs_of(profile, unit)
     return 1 < len(runs) <= _MOST_OPERATORS and not any(run.is_compiled for run in runs)

@@ -19,44 +19,48 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar, Unpack, cast
+from typing import Generic, Self, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, check_flags, warn
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, check_flags, warn
+from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import IfItFits
-from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.module_runs import keeps_in_store
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.parameter_bytes import parameter_bytes
+from torchremat.planning.peers.agreement import profiled_together
+from torchremat.planning.peers.peers import Group, peers_of
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
-from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.shapes.batches import Look, look_of
-from torchremat.planning.shapes.classes import Classes, ForeseenBytes, PlannedShape, ShapeClass
+from torchremat.planning.shapes.classes import Classes, PlannedShape
+from torchremat.planning.shapes.decisions import Decisions, Measured, Over, ShapeDecision
+from torchremat.planning.shapes.fits import Shape
 from torchremat.planning.shapes.gauges import calls_noted, gauge
 from torchremat.planning.stepping import Stepping, SteppingHandles, check_ways
 from torchremat.regions.settings import Settings
 from torchremat.tensors.sizes import format_bytes
 
 B = TypeVar("B")
-
-Over = Literal["raise", "warn"]
+T = TypeVar("T", ShapeDecision, str)
 
 
 class Adaptive(Generic[B]):
     """Runs training steps within a budget, whatever the shapes of their batches: `loss = adaptive(batch)`.
 
     A call is `loss = step(model, batch)` and `loss.backward()` under a plan for the shape of the batch; gradients
-    accumulate as usual. The dependence of bytes on shapes is learned from a few batches, small ones suffice: pass them
-    to `learn`, or let `Adaptive` learn from the first batches. Do not call it from two threads at once.
+    accumulate as usual, and count from the first call that begins with some. The dependence of bytes on shapes is
+    learned from a few batches, small ones suffice: pass them to `learn`, or let `Adaptive` learn from the first
+    batches. Do not call it from two threads at once.
 
     Args:
         model: The model.
@@ -66,12 +70,15 @@ class Adaptive(Generic[B]):
         device: See `PlanOptions`.
         release_gradients: Whether the gradients are released in each backward, from now on and until this is closed;
             see `torchremat.release_gradients`. A call is one step of `optimizer` then.
+        accumulates: Whether calls begin with the gradients of calls before them, so that all plans count these.
         margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
             budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
             the plan with the lowest peak.
         shape: Returns the sizes of a batch. Without it these are the sizes of all tensors in it.
         classes: Number of plans to keep, each for a class of shapes.
+        group: See `PlanOptions`. Processes that communicate call this together, each with its own batch: the plan is
+            the one for the largest sizes of any.
         options: `cost` and `operators`; see `PlanOptions`.
 
     Attributes:
@@ -86,8 +93,8 @@ class Adaptive(Generic[B]):
             peak of its own.
         PlanError: The model has wrapped modules already.
         StepError: The step is no function of a model and a batch.
-        UnsupportedError: Several processes train together: while one of them learned a batch, the others would wait; or
-            `cost`, `over`, `operators`, `shape` or `classes` is not valid; or see `release_gradients`.
+        UnsupportedError: `cost`, `over`, `operators`, `shape`, `group` or `classes` is not valid; or see
+            `release_gradients`.
     """
 
     @takes(SearchKeywords)
@@ -100,10 +107,12 @@ class Adaptive(Generic[B]):
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
         release_gradients: bool = False,
+        accumulates: bool = False,
         margin: int | str = 0,
         over: Over = "raise",
         shape: Callable[[B], tuple[int, ...]] | None = None,
         classes: int = 256,
+        group: Group = "step",
         **options: Unpack[SearchKeywords],
     ) -> None:
         if not callable(step):
@@ -114,8 +123,8 @@ class Adaptive(Generic[B]):
         self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
         if relative_of(budget) is not None:
             raise BudgetError(f"budget={budget!r} differs from shape to shape; give the budget in bytes.")
-        checked = PlanOptions(**options)
-        check_flags(release_gradients=release_gradients)
+        checked = PlanOptions(group=group, accumulates=accumulates, **options)
+        check_flags(release_gradients=release_gradients, accumulates=accumulates)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
@@ -125,24 +134,25 @@ class Adaptive(Generic[B]):
                 f"shape={shape!r}: expected a function that returns the sizes of a batch, or None for the sizes of "
                 "all tensors in it."
             )
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            ranks = torch.distributed.get_world_size()
-            if ranks > 1:
-                raise UnsupportedError(
-                    f"Adaptive runs in one process, and {ranks} train together here: while one of them learns a shape, "
-                    "the others would wait for its gradients. Use one plan, for the largest batch: `torchremat.plan`."
-                )
         check_bare(model)
         check_budget(budget, self._device, margin=margin)
         self.budget_bytes = bytes_of(budget, self._device)
-        self._limit_bytes = self.budget_bytes - margin_of(margin)
-        self._budget = str(budget)
+        limit_bytes = self.budget_bytes - margin_of(margin)
+        self._peers = peers_of(known_groups([model], ()), group, "adapting")
         self._model = model
         self._step = step
         self._optimizer = optimizer
-        self._over: Over = over
+        self._accumulates = accumulates
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
-        self._classes = Classes(self._limit_bytes, classes, checked)
+        self._words = f"{checked.in_words}, over={over!r}, classes={classes}, release_gradients={release_gradients}"
+        self._decisions = Decisions(
+            budget=str(budget),
+            budget_bytes=self.budget_bytes,
+            limit_bytes=limit_bytes,
+            over=over,
+            classes=Classes(limit_bytes, classes, checked),
+            optimizer=optimizer,
+        )
         self._repeats = Repeats()
         self._lock = Lock()
         self._closed = False
@@ -153,7 +163,7 @@ class Adaptive(Generic[B]):
         self._handles: SteppingHandles | None = None
         if release_gradients:
             way = Stepping(releases=True)
-            check_ways([way], model, optimizer, are_several=False)
+            check_ways([way], model, optimizer)
             self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way)
 
     @without_our_frames
@@ -193,8 +203,8 @@ class Adaptive(Generic[B]):
         with self._alone():
             look = self._look(batch)
             chosen = self._chosen(look, batch)
-            if not chosen.fits and self._over == "raise":
-                raise BudgetError(self._nothing_fits(chosen, look))
+            if chosen.refusal and self._decisions.over == "raise":
+                raise BudgetError(chosen.refusal)
             yield from self._run(chosen, look, batch)
 
     @without_our_frames
@@ -217,7 +227,7 @@ class Adaptive(Generic[B]):
         if self._handles is not None:
             self._handles.remove()
         self._closed = True
-        self._classes = Classes(self._limit_bytes, 1, PlanOptions())
+        self._decisions.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -234,9 +244,11 @@ class Adaptive(Generic[B]):
 
     @property
     def plans(self) -> tuple[PlannedShape, ...]:
-        """The plans that are kept, and fit the budget or have run nevertheless; smallest shape first."""
-        shapes = [one.planned for one in self._classes if one.fits or one.steps]
-        return tuple(sorted(shapes, key=lambda one: (one.peak_bytes, one.shape)))
+        """The plans that are kept, and fit the budget or have run nevertheless; smallest shape first.
+
+        Of several processes the one of the lowest rank has them.
+        """
+        return self._decisions.plans
 
     def __str__(self) -> str:
         rows = [
@@ -270,35 +282,71 @@ class Adaptive(Generic[B]):
             self._lock.release()
 
     def _look(self, batch: B) -> Look:
+        """Return the look of a batch, and let the decisions be about the largest one of all processes."""
+        return self._shared(lambda: self._own_look(batch))
+
+    def _own_look(self, batch: B) -> Look:
         if not torch.is_grad_enabled():
             raise StepError("grad mode is off, so there is no backward to plan for; call step(model, batch) itself.")
         check_bare(self._model)
-        return look_of(self._model, batch, self._shape_of, self._device)
+        look = look_of(self._model, batch, self._shape_of, self._device)
+        return replace(look, has_gradients=have_gradients(self._model.parameters()))
 
-    def _chosen(self, look: Look, batch: B) -> ShapeClass:
-        start_s = time.perf_counter()
-        found = self._classes.find(look)
-        if found is None or (not found.fits and not self._classes.knows(look)):
-            # A fit alone does not refuse a batch: where a step pads or buckets, its bytes may be no polynomial.
-            self._learn_if_it_can_be(look, batch, is_needed=found is None)
-            if found is not None and not found.steps:
-                self._classes.drop(found)
-            start_s = time.perf_counter()
-            found = self._classes.find(look)
-        if found is None:
-            raise bug(f"the shape {look.shape} was learned and is not known")
-        self.planning_seconds += time.perf_counter() - start_s
+    def _shared(self, look: Callable[[], Look]) -> Look:
+        looks: list[Look] = []
+
+        def sizes() -> tuple[Shape, bool, bool]:
+            looks.append(look())
+            return looks[0].shape, looks[0].hides, looks[0].has_gradients
+
+        told = self._peers.all(sizes)
+        (own,) = looks
+        numbers = {len(shape) for shape, *_ in told}
+        if len(numbers) > 1:
+            raise StepError(
+                f"the batches of the processes that train together have {sorted(numbers)} sizes. Give all of them "
+                "batches of one kind."
+            )
+        if not self._accumulates and any(has_gradients for *_, has_gradients in told):
+            self._accumulates = True
+            self._decisions.forget()
+        shape = tuple(max(size) for size in zip(*(shape for shape, *_ in told), strict=True))
+        words = own.words if shape == own.shape else f"the largest of all processes: {' x '.join(map(str, shape))}"
+        self._decisions.look = replace(own, shape=shape, words=words, hides=any(hides for _, hides, _ in told))
+        return own
+
+    def _decided(self, deciding: Generator[bool | T], look: Look, batch: B) -> T:
+        """Return what one process decides, in each; where it needs a profile, all make it."""
+        while isinstance(found := self._peers.at(0, lambda: next(deciding)), bool):
+            self._learn_if_it_can_be(look, batch, is_needed=found)
+        return found
+
+    def _chosen(self, look: Look, batch: B) -> ShapeDecision:
+        start_s, learning_s = time.perf_counter(), self.learning_seconds
+        found = self._decided(self._decisions.choosing(), look, batch)
+        self.planning_seconds += time.perf_counter() - start_s - (self.learning_seconds - learning_s)
         return found
 
     def _learn(self, look: Look, batch: B) -> None:
-        subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
+        step = _bound(self._step, batch, look.tensors)
+        # A batch may be learned after its step, whose own gradients are there then.
+        begins = True if self._accumulates else False if have_gradients(self._model.parameters()) else None
+        subject = subject_of(step, self._model, self._optimizer, accumulates=begins)
         start_s = time.perf_counter()
-        leaves = self._classes.takes_apart(look)
-        pair = profile_subject(self._model, subject, Here(self._device), leaves=leaves, repeats=self._repeats)
+        leaves = self._peers.at(0, self._decisions.takes_apart)
+        machine = Here(self._device)
+        with self._peers.together():
+            agreed = profiled_together(
+                self._peers, self._model, subject, machine, self._repeats, self._words, leaves=leaves
+            )
+        # The largest step is of another process each time, and one process decides by all of them.
+        pair = self._peers.at(agreed.largest, lambda: agreed.pair)
         if keeps_in_store(self._model):
             away = parameter_bytes(self._model, pair.blocks.units.trace, self._device)
             pair = pair.each(lambda own: replace(own, before=away.added_to(own.before)))
-        self._classes.learn(look, pair)
+        self._shared(lambda: look)  # others may have joined
+        self._decisions.tighten(min(self._peers.all(lambda: self._decisions.limit_bytes)))
+        self._decisions.learn(pair)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s
 
@@ -307,76 +355,37 @@ class Adaptive(Generic[B]):
         with nullcontext() if is_needed else IfItFits():
             self._learn(look, batch)
 
-    def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
-        optimizer_peak = chosen.family.optimizer_peak_bytes
-        if optimizer_peak > chosen.peak_bytes + chosen.spare_bytes:
-            reserved_bytes = self.budget_bytes - self._limit_bytes
-            return optimizer_alone(
-                self.budget_bytes,
-                self._budget,
-                self._optimizer,
-                peak_bytes=optimizer_peak,
-                reserved_bytes=reserved_bytes,
-            )
-        smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
-        what = "was not run" if self._over == "raise" else "runs under the plan that needs least"
-        return (
-            f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
-            f"({look.words}); it {what}. Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of "
-            f"which {format_bytes(chosen.fixed_bytes)} are live before a step. Make the batch smaller, or split it "
-            "and call this once for each part."
-        )
-
     # ----------------------------------------------------------------------------------------------------- running
 
-    def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Generator[None]:
-        if not chosen.fits and not chosen.steps:
-            warn(self._nothing_fits(chosen, look), BudgetWarning)
+    def _run(self, chosen: ShapeDecision, look: Look, batch: B) -> Generator[None]:
+        if chosen.refusal and chosen.is_first:
+            warn(chosen.refusal, BudgetWarning)
         start_s = time.perf_counter()
-        is_unlike = not chosen.family.is_near_measured(look.shape)
-        wanted = is_unlike or look.hides or chosen.family.is_sized_by_values
-        before_bytes = self._before_bytes(look) if wanted or accelerator_of(self._device).counts else 0
+        # What a device counts anyway is looked at where nobody waits for that.
+        is_looked_at = chosen.is_measured or not self._peers.are_several
+        counts = accelerator_of(self._device).counts
+        before_bytes = self._before_bytes(look) if chosen.is_measured or (is_looked_at and counts) else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()
-        noted = calls_noted(self._model) if is_unlike else nullcontext()
-        with plan, gauge(self._device, wanted=wanted) as measured, noted as names:
+        noted = calls_noted(self._model) if chosen.is_unlike else nullcontext()
+        with plan, gauge(self._device, wanted=chosen.is_measured) as measured, noted as names:
             yield
-        chosen.steps += 1
+        self._decisions.ended()
         self.step_seconds += time.perf_counter() - start_s
-        # Before anything is learned: what is learned may take the place of the figures that this step was planned with.
-        foreseen = None if measured.rise_bytes is None else chosen.foreseen(look.shape)
-        if names is not None and not chosen.family.takes(names) and not profiler_is_active():
-            # The control flow differs from that of the neighbouring shapes: the prediction does not apply.
-            self._learn(look, batch)
-            chosen.family.has_told_calls = not chosen.family.knows(look.shape)
-        if measured.rise_bytes is not None and foreseen is not None:
-            self._compare(chosen, foreseen, look, batch, before_bytes + measured.rise_bytes)
+        if not is_looked_at:
+            return
+        rise_bytes = measured.rise_bytes
+        own = Measured(peak_bytes=None if rise_bytes is None else before_bytes + rise_bytes, calls=names)
+        told = self._peers.all(lambda: own)
+        said = self._decided(self._decisions.reviewing(told), look, batch)
+        if said and self._decisions.over == "raise":
+            raise BudgetError(said)
+        if said:
+            warn(said, BudgetWarning)
 
     def _before_bytes(self, look: Look) -> int:
         subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
         return subject.before(self._device).total_bytes
-
-    def _compare(self, chosen: ShapeClass, foreseen: ForeseenBytes, look: Look, batch: B, measured_bytes: int) -> None:
-        """Record the measured peak of a step: its excess over the prediction is left free from now on."""
-        family = chosen.family
-        chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
-        predicted_bytes = foreseen.fixed_bytes + foreseen.rise_bytes
-        over_bytes = measured_bytes - predicted_bytes - foreseen.noise_bytes
-        if over_bytes > 0 and not self._classes.knows(look):
-            self._learn(look, batch)
-        if family.knows(look.shape) or not self._classes.knows(look):
-            if look.shape not in family.measured:
-                family.measured.append(look.shape)
-            family.over_share = max(family.over_share, over_bytes / max(1, foreseen.rise_bytes))
-        if measured_bytes > self.budget_bytes and chosen.fits:
-            said = (
-                f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the "
-                f"budget of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(predicted_bytes)} were "
-                "predicted. Its gradients are valid. The plans for all shapes leave that much more free from now on."
-            )
-            if self._over == "raise":
-                raise BudgetError(said)
-            warn(said, BudgetWarning)
 
 
 def _bound(

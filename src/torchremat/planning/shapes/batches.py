@@ -44,6 +44,7 @@ class Look:
         tensors: The tensors.
         words: The sizes, for people.
         hides: Whether the batch may have invisible sizes.
+        has_gradients: Whether its step begins with gradients of the model.
     """
 
     kind: tuple[object, ...]
@@ -51,6 +52,7 @@ class Look:
     tensors: tuple[Tensor, ...]
     words: str
     hides: bool = False
+    has_gradients: bool = False
 
 
 def look_of(model: nn.Module, batch: object, shape_of: ShapeOf | None, device: torch.device) -> Look:

@@ -173,6 +173,11 @@ class Classes:
     def __iter__(self) -> Iterator[ShapeClass]:
         return iter(self._classes.values())
 
+    def forget(self) -> None:
+        """Drop everything learned."""
+        self._kinds.clear()
+        self._classes.clear()
+
     def learn(self, look: Look, pair: ProfilePair) -> None:
         """Record the profile of a batch."""
         self._kind(look).families.learn(look.shape, pair)

@@ -114,7 +114,9 @@ class OptionBytes:
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
         cuts: The saves that begin a part of the recompute, without the first save; see `Settings.cuts`.
+        exchanges: Whether its recompute exchanges with other processes.
         late_from: With cuts, the event of its backward that comes after the last recompute.
+        is_lowest: Whether it was chosen for its bytes alone, whatever operators cost.
     """
 
     kept: frozenset[int]
@@ -131,8 +133,10 @@ class OptionBytes:
     flops: int
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]
+    exchanges: bool
     cuts: tuple[int, ...] = ()
     late_from: int = 0
+    is_lowest: bool = False
 
     @property
     def nests(self) -> bool:

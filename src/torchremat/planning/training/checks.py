@@ -1,6 +1,8 @@
 """Checks a training under a plan: whether its step is the planned one, and stays within the planned bytes.
 
+    another plan in another process            at the first forward
     DistributedDataParallel put around it      at the first forward, by the buckets
+    a forward that finds gradients             at the first one that does, among the first of them
     an optimizer that was not planned          when one has stepped, by its state
     more than the budget                       at each forward by the counters of a device, on the CPU occasionally
 
@@ -10,7 +12,7 @@ Changes without an effect on the budget are not reported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import current_graph_task
-from torchremat._compat.sharding import data_parallel_around
+from torchremat._compat.data_parallel import data_parallel_around
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import BudgetWarning, OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.communication import communication_bytes
@@ -36,6 +38,8 @@ from torchremat.tensors.sizes import format_bytes
 # An optimizer with less than this share of the planned state is of another kind. The planned kind may have less for a
 # while: parameters without a gradient at first have no state.
 _LITTLE = 0.1
+# How many forwards look for gradients of earlier steps. A loop that accumulates has some in its second.
+_LOOKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,7 @@ class CountedBytes:
         state_bytes: Bytes of the optimizer's state.
         has_optimizer: Whether one was given.
         bucket_bytes: Bytes of the buckets that data parallelism communicates from.
+        gradient_bytes: Bytes of the gradients that a step begins with.
         recomputes: Whether anything is recomputed or stored.
     """
 
@@ -58,21 +63,31 @@ class CountedBytes:
     state_bytes: int
     has_optimizer: bool
     bucket_bytes: int
+    gradient_bytes: int
     recomputes: bool
 
 
 class Checks:
     """The checks on a model under a plan, and on copies of it; they keep neither alive.
 
-    `model` is None if it was loaded from a file together with its plan.
+    `model` is None if it was loaded from a file together with its plan. `agree` is called in the first step: it raises
+    where other processes have not the same plan.
     """
 
-    def __init__(self, counted: CountedBytes, device: torch.device, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        counted: CountedBytes,
+        device: torch.device,
+        model: nn.Module | None = None,
+        agree: Callable[[], None] | None = None,
+    ) -> None:
+        self._agree = agree
         self._counted = counted
         self._device = device
         self._trained = Trained(model, device)
         self._is_first = True
         self._is_stepped = False
+        self._looks = _LOOKS
         self._soundings = None
         self._rehearsals = -1  # how many there were when the counters were last within the budget
         accelerator = accelerator_of(device)
@@ -85,19 +100,24 @@ class Checks:
 
     def only_counters(self) -> None:
         """Check only the counters of the device: the budget is a part of one that another owner counts."""
-        self._is_first, self._is_stepped, self._soundings = False, True, None
+        self._is_first, self._is_stepped, self._looks, self._soundings = False, True, 0, None
 
     def begun(self, module: nn.Module, name: str, args: object) -> None:
         """Run the checks that are possible when a forward begins; `name` is that of the module in messages."""
         self._trained.meet(module)
         if self._is_first:
             self._is_first = False
+            if self._agree is not None:
+                self._agree()
             self._trained.listen()
             self._look_around(name)
         elif not self._is_stepped and self._trained.optimizers:
             self._is_stepped = True
             self._trained.stop()
             self._compare_optimizers(name)
+        if self._looks:
+            self._looks -= 1
+            self._look_for_gradients(name)
         if self._counts:
             self._look_at_counters()
         if self._soundings is not None:
@@ -148,6 +168,20 @@ class Checks:
                 f"{name} has a plan and was put into {type(around).__name__} afterwards, whose buckets take "
                 f"{format_bytes(more_bytes)} that the plan has not counted: {self._sum(more_bytes)}. Plan the "
                 f"{type(around).__name__}, or pass it `gradient_as_bucket_view=True`.",
+                PlanWarning,
+            )
+
+    def _look_for_gradients(self, name: str) -> None:
+        if not self._trained.has_gradients:
+            return
+        self._looks = 0
+        more_bytes = self._trained.bytes_now().gradient_bytes - self._counted.gradient_bytes
+        if more_bytes > 0 and self._is_above(more_bytes):
+            warn(
+                f"{name} has a plan for steps that begin without gradients, and a forward begins with "
+                f"{format_bytes(more_bytes)} of them that it has not counted: {self._sum(more_bytes)}. If gradients "
+                "of several backwards add up, or are set to zero and not to None, plan with `accumulates=True`; else "
+                "call `optimizer.zero_grad()` before the forward.",
                 PlanWarning,
             )
 
@@ -211,10 +245,10 @@ class Checks:
         )
 
 
-def checks_on(model: nn.Module, counted: CountedBytes) -> Checks:
-    """Return the checks on a model under a plan that has counted these bytes."""
+def checks_on(model: nn.Module, counted: CountedBytes, agree: Callable[[], None]) -> Checks:
+    """Return the checks on a model under a plan that has counted these bytes; see `Checks` for `agree`."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    return Checks(counted, device, model)
+    return Checks(counted, device, model, agree)
 
 
 # NOTE [ The first step under a plan ]
@@ -232,6 +266,7 @@ class PlannedScope(Scope):
     others: tuple[str, ...] = field(default=(), kw_only=True)  # roots inside this one, which look at their own calls
     rise_bytes: int | None = None
     slowdown: float | None = None
+    gradient_bytes: int = field(default=0, kw_only=True)  # of those that the planned step begins with
     told: list[str] = field(default_factory=list[str])  # once per application of a plan
     conditions: Conditions | None = None
     # Reference for the comparison of the first step. See NOTE [ The first step under a plan ]

@@ -12,7 +12,6 @@ from torchremat.measuring.runs import run_traced
 from torchremat.measuring.timeline import StepEvents
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.peers.peers import peers_of
 from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
 from torchremat.planning.planner import Planner, planner_shown
 from torchremat.planning.profiled_step import check_request
@@ -64,7 +63,7 @@ def fit(model: M, step: Step, *, budget: int | str, margin: int | str = 0, **opt
     """
     checked = PlanOptions(**options)
     check_request(model, step, checked, budget, margin=margin)
-    with planner_shown(model, step, checked) as planner:
+    with planner_shown(model, step, checked, budget) as planner:
         fit_with(planner, model, budget=budget, margin=margin)
     return model
 
@@ -73,7 +72,7 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
     """Apply a plan of an existing planner, see `fit`, and return the result."""
     subject = planner.subject  # its writes are known
     device = planner.profile.device
-    margin_bytes, peers = margin_of(margin), peers_of(model)
+    margin_bytes, peers = margin_of(margin), planner.placed.peers
     over = attempt = 0
     while True:
         attempt += 1

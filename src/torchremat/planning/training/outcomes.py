@@ -49,8 +49,9 @@ def outcome_of(subject: Subject) -> Outcome:
     released: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> None:
-        # As if it were added to zeros, as others are: where autograd makes -0.0, that is 0.0.
-        released[id(parameter)] = _copied(gradient).add_(0)
+        copied = _copied(gradient)
+        # As if it were added to zeros, as others are then: where autograd makes -0.0, that is 0.0.
+        released[id(parameter)] = copied.add_(0) if subject.accumulates else copied
 
     with subject.untouched(looks=True), noting_gradients(note):
         loss = subject.forward()
@@ -60,7 +61,7 @@ def outcome_of(subject: Subject) -> Outcome:
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
             gradient = released.get(id(leaf)) if leaf.grad is None else _copied(leaf.grad)
-            if gradient is None and frees_gradient(leaf):
+            if gradient is None and subject.accumulates and frees_gradient(leaf):
                 gradient = _copied(torch.zeros_like(leaf))  # none has come; others have begun as zeros
             if gradient is not None:
                 outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = gradient
@@ -68,14 +69,17 @@ def outcome_of(subject: Subject) -> Outcome:
             for name, gradient in unreduced_gradients(model.modules()).items():
                 outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)
             for name, buffer in model.named_buffers():
-                outcome[f"the buffer `{name}`"] = _copied(buffer)
+                if not buffer.is_meta:
+                    outcome[f"the buffer `{name}`"] = _copied(buffer)
     return outcome
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; a dense one of a sparse tensor, since those cannot be compared."""
-    copied = tensor.detach().to("cpu", copy=True)
-    return copied if copied.layout is torch.strided else copied.to_dense()
+    """Return a copy in host memory; a dense one of a sparse or nested tensor, since those cannot be compared."""
+    own = tensor.detach()
+    if own.is_nested:
+        own = torch.nested.to_padded_tensor(own, 0.0)
+    return (own if own.layout is torch.strided else own.to_dense()).to("cpu", copy=True)
 
 
 def differing(ours: Outcome, plain: Outcome) -> dict[str, float]:

@@ -27,7 +27,6 @@ from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchremat._compat.autograd import at_end_of_backward
 from torchremat._compat.dynamo import traced_as
@@ -36,6 +35,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.glances import Glance
 from torchremat.planning.training.trained import Optimizer, Trained
 from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.state.optimizer_steps import after_each_step, before_each_step
 from torchremat.tensors.parts import parts_of
 from torchremat.tensors.structure import tensors_in
 
@@ -160,11 +160,11 @@ class SoundedUpdate:
         self._glance: Glance | None = None
         self._optimizer: Optimizer | None = None
         self._before_bytes = 0
-        handles = [
-            register_optimizer_step_pre_hook(partial(_call, WeakMethod(self._begins))),
-            register_optimizer_step_post_hook(partial(_call, WeakMethod(self._ends))),
+        stops = [
+            before_each_step(partial(_call, WeakMethod(self._begins))),
+            after_each_step(partial(_call, WeakMethod(self._ends))),
         ]
-        self._stops = [finalize(self, handle.remove) for handle in handles]
+        self._stops = [finalize(self, stop) for stop in stops]
 
     def drop(self) -> None:
         """Stop measuring."""

@@ -1,9 +1,8 @@
 """Follows a model in training: which optimizers step on it, found as they step, and its bytes.
 
-torch runs hooks around each step of an optimizer. One of ours, installed only until the optimizers are known, records
-the optimizers that step on the model's parameters. A wrapper (accelerate's, Lightning's) makes its inner optimizer
-step, so the inner one is found whatever the wrapper is. Not found are an optimizer that is none of torch's, and the
-state of a wrapper whose own step runs none of torch's hooks.
+Until the optimizers are known, each that steps on the model's parameters is recorded; see `state.optimizer_steps`. A
+wrapper (accelerate's, Lightning's) makes its inner optimizer step, so the inner one is found whatever the wrapper is.
+Not found are an optimizer that is none of torch's, and the state of a wrapper whose step runs none of torch's hooks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from weakref import finalize, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchremat._compat.weak import WeakIdentityDict
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.optimizers import parameters_of
+from torchremat.measuring.untouched import have_gradients
 from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.state.optimizer_steps import after_each_step
 
 Optimizer = torch.optim.Optimizer
 T = TypeVar("T")
@@ -51,8 +51,7 @@ class Trained:
     def listen(self) -> None:
         """Record optimizers that step, from now on."""
         if self._ends is None:
-            handle = register_optimizer_step_post_hook(partial(_stepped, ref(self)))
-            self._ends = finalize(self, handle.remove)
+            self._ends = finalize(self, after_each_step(partial(_stepped, ref(self))))
 
     def stop(self) -> None:
         """Stop recording."""
@@ -63,6 +62,11 @@ class Trained:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers found."""
         return _alive(self._optimizers)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter of the model has a gradient."""
+        return have_gradients(one for model in _alive(self._models) for one in model.parameters())
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps on a parameter of the model."""
@@ -84,7 +88,7 @@ class Trained:
         )
 
 
-def _stepped(trained: ref[Trained], optimizer: Optimizer, *_: object) -> None:
+def _stepped(trained: ref[Trained], optimizer: Optimizer) -> None:
     own = trained()
     if own is not None and not is_rehearsing() and own.is_stepped_by(optimizer):
         own.note(optimizer)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat.errors import check_flags
+from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.tracebacks import without_our_frames
@@ -21,7 +23,7 @@ from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.peers.peers import Peers, peers_of
+from torchremat.planning.peers.peers import Group, Peers, check_group, peers_of
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.search_budget import Observer, Progress, checked
@@ -45,18 +47,22 @@ def verify(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
+    accumulates: bool = False,
+    group: Group = "step",
     progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> Report:
     """Run a step with the regions that are on the model and one without them, and compare.
 
-    Model, gradients, buffers, generators and hooks are as before afterwards. All processes that train a model together
-    (DistributedDataParallel, FSDP2) call this, and get one report: the most bytes of any, the differences of all.
+    Model, gradients, buffers, generators and hooks are as before afterwards. All processes that communicate in the step
+    call this, and get one report: the most bytes of any, the differences of all.
 
     Args:
         model: The model, with a plan applied or modules wrapped.
         step: As for `plan`.
         optimizer: Its state counts among the bytes, as it is after the first step.
         device: The device whose bytes count; that of the first parameter if not given.
+        accumulates: As for `plan`. With a plan on the model a step begins with gradients only if the plan counts them.
+        group: As for `plan`.
         progress: As for `plan`.
 
     Raises:
@@ -64,13 +70,26 @@ def verify(
         UnsupportedError: The device does not exist, a profiler is active, or the optimizer cannot step on its own.
     """
     with shown(checked(progress) if progress else progress) as observer:
-        peers, subject = peers_of(model), subject_of(step, model, optimizer, needs_model=True)
-        with _state_made(model, optimizer):
-            ran = peers.each(lambda: _BothRun(model, subject, subject.device(device), observer or None))
+        check_flags(accumulates=accumulates)
+        subject = subject_of(step, model, optimizer, needs_model=True, accumulates=accumulates or None)
+        check_group(group)
+        peers = peers_of(known_groups((model, *subject.models), subject.inputs), group, "verify")
+        with peers.together(), _state_made(model, optimizer):
+            if not accumulates:
+                subject = replace(subject, accumulates=_begins(peers, model, subject, device))
+            ran = peers.meet(lambda: _BothRun(model, subject, subject.device(device), observer or None))
             # Steps communicate, so if the results differ in one process, all of them run the steps that explain it.
             is_unclear = any(peers.all(lambda: bool(ran.differences)))
             found = ran.compared(peers, is_unclear=is_unclear)
             return _agreed(peers.all(lambda: ran.report(found)))
+
+
+def _begins(peers: Peers, model: nn.Module, subject: Subject, device: torch.device | str | None) -> bool | None:
+    """Return which leaves begin the step with a gradient, as `subject_of` takes it: those that the plan has counted."""
+    planned = {scope.gradient_bytes for scope in applied_scopes(model)}
+    seen_bytes = max(peers.all(lambda: subject.before(subject.device(device)).gradient_bytes if any(planned) else 0))
+    # It has counted those that were there, which may be there now, or all.
+    return None if not planned or (seen_bytes and seen_bytes in planned) else any(planned)
 
 
 @contextmanager

@@ -24,7 +24,10 @@ NOTE [ Selective recompute ]
 7. An operator in a nested region belongs only to the innermost region, like a saved tensor. A region without a policy
    uses the policy of the region around it. A recompute of the outer region meets the inner one again, as a new region,
    which takes over the kept outputs of the first one.
-8. Dispatching an operator through the mode takes several times as long as an operator on few elements. So once a policy
+8. What other processes have sent is kept as NOTE [ What other processes have sent ] says. No process exchanges it again
+   alone: a write by other code (4) is an error, and a recompute after one that has removed outputs (5) runs all
+   exchanges again.
+9. Dispatching an operator through the mode takes several times as long as an operator on few elements. So once a policy
    says that it has been asked about everything that it may keep, and about every in-place write as well, the mode is
    switched off: from the next save on, in the forward and in the recompute, operators run as in a region without a
    policy.
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -47,6 +51,7 @@ from torchremat.regions.selective.kept import (
     KeptValue,
     Offloaded,
     StoredOutput,
+    are_apart,
     has_tensors,
     mapped,
     memory_of,
@@ -54,6 +59,7 @@ from torchremat.regions.selective.kept import (
 )
 from torchremat.regions.selective.op_info import OpInfo
 from torchremat.stores.foreign import Counter
+from torchremat.tensors.parts import is_wrapper, parts_of
 
 
 def _again(selection: Selection, value: object) -> object:
@@ -78,10 +84,12 @@ class Selection:
         inner: The selections of inner regions, in the order in which they ran.
         end: How many operators had run at the last save with an empty slot.
         is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
+        is_taken: Whether a recompute has removed kept outputs.
     """
 
     __slots__ = (
-        "__weakref__", "_memories", "_offloaded", "asked", "end", "inner", "is_cut", "kept", "operators",
+        "__weakref__", "_memories", "_offloaded", "_received", "asked", "end", "inner", "is_cut", "is_taken", "kept",
+        "operators",
     )  # fmt: skip
 
     def __init__(self, asked: AskedPolicy | None) -> None:
@@ -90,11 +98,12 @@ class Selection:
         self.kept: dict[int, KeptOutputs] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
-        self.is_cut = False
+        self.is_cut = self.is_taken = False
         # Outputs kept as aliases, by their memory; None after the forward, until a write.
         self._memories: dict[UntypedStorage, list[KeptValue]] | None = {}
         # Outputs in a store, by their memory in the forward, and in a recompute by their current memory; mostly empty.
         self._offloaded: WeakKeyDictionary[UntypedStorage, Offloaded] | None = None
+        self._received: tuple[KeptValue, ...] = ()  # during the forward: of collectives, in memory of their arguments
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -116,6 +125,13 @@ class Selection:
                 return  # a number, read from a tensor: reading it again is exact
             values = mapped(output, partial(self._value, decision))
         self.kept[index] = KeptOutputs(values, None if draws is None else (draws, get_generator(draws)))
+
+    def keep_received(self, index: int, received: list[Tensor]) -> None:
+        """Keep what the collective that ran as number `index` receives into its arguments, now or later."""
+        # See NOTE [ What other processes have sent ]
+        values = [self._saved(one) for one in received]
+        self._received += tuple(values)
+        self.kept[index] = KeptOutputs(values, None)
 
     def keep_memory(self, tensor: Tensor, decision: Decision) -> None:
         """Let slots hold tensors that share the memory of `tensor`, as decided."""
@@ -216,12 +232,17 @@ class Selection:
 
     def protect(self, written: list[Tensor]) -> None:
         """Copy the kept outputs whose memory is about to be written, or let their store do so."""
-        for tensor in written:
+        for tensor in written if all(type(one) is Tensor for one in written) else _with_parts(written):
             memory = memory_of(tensor)
             if memory is None:
                 continue
             memories = self.memories()
             for value in memories.pop(memory, ()):
+                if value in self._received:
+                    if are_apart(value.tensor, tensor):
+                        memories.setdefault(memory, []).append(value)
+                        continue
+                    value.renew()
                 if value.get() is not None:
                     value.copy_for_write()
                     memories[value.tensor.untyped_storage()] = [value]
@@ -237,12 +258,23 @@ class Selection:
     def settle(self, *, everything: bool) -> None:
         """Drop the outputs that no recompute reaches; with `everything`, a recompute may run to the end."""
         self._offloaded = None
+        for value in self._received:
+            value.renew()
+        self._received = ()
         if not everything:
             for index in [one for one in self.kept if one >= self.end]:
                 del self.kept[index]
         self._memories = None
 
     # -------------------------------------------------------------------------------------------------- recompute
+
+    def begin(self, *, takes: bool) -> None:
+        """Begin a recompute; with `takes`, it removes kept outputs."""
+        if self.is_taken:
+            # The sends and receives that the earlier one has not reached. See NOTE [ What other processes have sent ]
+            for index in [one for one in self.kept if self.operators[one].communicates]:
+                self.drop(index)
+        self.is_taken |= takes
 
     def drop(self, index: int) -> None:
         """Drop the kept outputs of an operator, if any."""
@@ -266,18 +298,17 @@ class Selection:
         return f"operator {index} of the recompute is {operator}, and in the forward it was {then}"
 
 
+def _with_parts(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors, and those that wrappers among them hold, like the result of a functional collective."""
+    return [found for one in tensors for found in ((one, *parts_of(one)) if is_wrapper(one) else (one,))]
+
+
 def written_by(
     writes: tuple[tuple[int, str], ...], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Tensor]:
     """Return the tensors that an operator writes, by the places and names of its arguments."""
-    found: list[Tensor] = []
-    for place, name in writes:
-        value = args[place] if place < len(args) else kwargs.get(name)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [one for one in cast("list[object]", value) if isinstance(one, Tensor)]
-    return found
+    values = (args[place] if place < len(args) else kwargs.get(name) for place, name in writes)
+    return [*chain.from_iterable(map(tensors_in, values))]
 
 
 class KeptOutputs(NamedTuple):

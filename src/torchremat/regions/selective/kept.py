@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import cast
 
 import torch
@@ -69,10 +70,14 @@ class KeptValue(WatchedMemory):
         # Its memory is unknown, so no code would copy it before the recompute writes to a view of it.
         return alias_that_counts(tensor)
 
+    def renew(self) -> None:
+        """Take the tensor as it is now, after writes that are known not to concern it."""
+        self._version = version_of(self.tensor)
+
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
         self.tensor = apart(self.tensor)
-        self._version = version_of(self.tensor)
+        self.renew()
         self.others = None
 
 
@@ -118,6 +123,20 @@ class Offloaded:
         self.others: list[Counter] = []
 
 
+def are_apart(one: Tensor, other: Tensor) -> bool:
+    """Return whether two strided tensors of one storage lie before and after one another."""
+    (begin, end), (its_begin, its_end) = sorted(map(_span, (one, other)))
+    return end <= its_begin or begin == end or its_begin == its_end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
 def mapped(value: object, function: Callable[[object], object]) -> object:
     """Return an output with a function applied to each part of it."""
     if type(value) is tuple:
@@ -139,7 +158,7 @@ def tensors_in(output: object) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, list | tuple):
-        return [one for one in cast("list[object]", output) if isinstance(one, Tensor)]
+        return [*chain.from_iterable(map(tensors_in, cast("list[object]", output)))]
     return []
 
 

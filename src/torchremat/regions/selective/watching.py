@@ -5,7 +5,7 @@ See NOTE [ Selective recompute ].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -15,11 +15,12 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 
 from torchremat._compat.autograd import is_accumulating
+from torchremat._compat.collectives import answer_of, wait_for
 from torchremat._compat.modes import Operation
 from torchremat._compat.sharding import shards_anything
 from torchremat.ambient.generators import get_generator, set_generator
-from torchremat.errors import CheckpointError
-from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, decision_of
+from torchremat.errors import CheckpointError, PolicyError
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, ModuleNames, OperatorContext, decision_of
 from torchremat.regions.selective.cache import Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
 from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
@@ -91,6 +92,7 @@ class Collecting(Watching):
         self._names = names
         self._context: OperatorContext | None = None
         self._preserve_rng = preserve_rng
+        self._keeps_pairs: bool | None = None
         self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
             WeakKeyDictionary() if asked.reads_names else None
         )
@@ -127,9 +129,16 @@ class Collecting(Watching):
             decision = self._ask(index, operator, output, *args, **kwargs)
             if decisions is not None:
                 decisions[op_info] = decision
+        if op_info.is_paired:
+            self._check_pairs(op_info, decision)
         if decision is not RECOMPUTE:
             # Tensors made in inference mode have no versions.
-            if op_info.is_kept and not torch.is_inference_mode_enabled() and not _is_view(output, args, kwargs):
+            is_kept = op_info.is_kept and not torch.is_inference_mode_enabled()
+            if is_kept and op_info.receives and decision is SAVE:
+                selection.keep_received(index, list(written))
+            elif is_kept and not op_info.receives and not _is_view(output, args, kwargs):
+                if op_info.communicates and decision is not SAVE:
+                    wait_for(output)
                 draws = self._generator(output, kwargs) if op_info.is_random and self._preserve_rng else None
                 selection.keep(index, output, decision, draws)
             else:
@@ -152,6 +161,22 @@ class Collecting(Watching):
         if answer is False:
             return RECOMPUTE
         return decision_of(answer, self._policy)
+
+    def _check_pairs(self, op_info: OpInfo, decision: Decision) -> None:
+        """Raise unless sends and receives are kept all or none. See NOTE [ What other processes have sent ]."""
+        keeps = decision is SAVE
+        if keeps and not op_info.is_kept:
+            raise PolicyError(
+                f"{op_info.name} cannot be kept: which process has sent what it received is known only when it runs. "
+                "Name the source, or let the policy keep neither sends nor receives."
+            )
+        if self._keeps_pairs is not None and self._keeps_pairs is not keeps:
+            raise PolicyError(
+                f"the policy keeps {'' if keeps else 'no '}{op_info.name}, unlike another send or receive of this "
+                "region. If one runs again and the other does not, a process waits for ever. Keep all or none, as "
+                'save_operators("c10d.send", "c10d.recv_") does.'
+            )
+        self._keeps_pairs = keeps
 
     def _generator(self, output: object, kwargs: Kwargs) -> torch.Generator | torch.device:
         given = kwargs.get("generator")
@@ -181,13 +206,13 @@ class Collecting(Watching):
             output = output.view(found.dtype)
         selection.keep(found.number, output.as_strided(found.shape, found.strides, found.offset), decision, None)
 
-    def _note(self, index: int, op_info: OpInfo, output: object, written: object) -> None:
+    def _note(self, index: int, op_info: OpInfo, output: object, written: Iterable[Tensor]) -> None:
         assert self._produced is not None
-        for tensor in tensors_in(output):
+        for tensor in (*written, *tensors_in(output)):
             memory = memory_of(tensor)
             if memory is None or (not op_info.is_kept and not written and memory in self._produced):
                 continue  # a view of another operator's output
-            if op_info.is_kept and not op_info.is_random and isinstance(output, Tensor):
+            if op_info.is_kept and not written and not op_info.is_random and isinstance(output, Tensor):
                 self._produced[memory] = _Produced(
                     index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
                 )
@@ -233,6 +258,7 @@ class Replaying(Watching):
         self._takes = takes
         self._is_running = is_running
         self._count = 0
+        selection.begin(takes=takes)
         self.difference: str | None = None
 
     def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
@@ -265,10 +291,34 @@ class Replaying(Watching):
             if output is not None:
                 if kept.draws is not None:
                     self._move(*kept.draws)
-                return output
+                return self._receive(op_info, output, args, kwargs) if op_info.receives else output
+            if op_info.communicates:
+                raise CheckpointError(
+                    f"{op_info.name}: what it received is kept by a policy, and has been written in place since the "
+                    "region has ended. To run it again on this process alone would leave the others waiting. Write to "
+                    "a copy, or let the policy not keep it."
+                )
         if op_info.writes:
             selection.protect(written_by(op_info.writes, args, kwargs))
         return op_info.run(*args, **kwargs)
+
+    def _receive(self, op_info: OpInfo, kept: object, args: Args, kwargs: Kwargs) -> object:
+        """Give a collective's arguments what they received in the forward, and return what it returns."""
+        received = cast("list[Tensor]", kept)
+        written = written_by(op_info.writes, args, kwargs)
+        is_same = [(one.shape, one.dtype) for one in written] == [(one.shape, one.dtype) for one in received]
+        if not is_same or any(memory_of(one) is memory_of(value) for one, value in zip(written, received, strict=True)):
+            older = "into memory that is older than the region, and may have been received into since"
+            raise CheckpointError(
+                f"{op_info.name}: what it received is kept by a policy, and the recompute receives "
+                f"{older if is_same else 'other shapes'}. Receive into a tensor that the region itself makes, or let "
+                "the policy not keep it."
+            )
+        self.selection.protect(written)
+        for tensor, value in zip(written, received, strict=True):
+            tensor.data.copy_(value)  # it moves no version, as the collective has not
+        place, name = op_info.writes[0] if op_info.writes else (0, "")
+        return answer_of(op_info.operator, args[place] if place < len(args) else kwargs.get(name), written)
 
     def _move(self, generator: torch.Generator | torch.device, state: Tensor) -> None:
         """Set a generator to the state after an operator that does not run again."""

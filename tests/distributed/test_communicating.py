@@ -1,0 +1,54 @@
+"""Programs that communicate are planned by all processes together; they are in `communicating`.
+
+benchmarks/communicating runs all of them, many times; `communicating/fuzz.py` as many random ones as one likes.
+"""
+
+from functools import partial
+
+import pytest
+
+from distributed.communicating.cases import checked, checked_at_random
+from distributed.processes import judge, run_all
+
+MIN = ("min",)
+OF_TWO = {
+    "ring_attention": MIN,
+    "layers_split_by_hand": ("70% of activations",),
+    "experts": MIN,
+    "contrastive": ("70% of activations",),
+    "sequence_parallel": MIN,
+    "loss_parallel_around": MIN,
+    "passed_on": MIN,
+    "halves": MIN,
+    "low_ranks": MIN,
+}
+OF_FOUR = {
+    "passed_on": MIN,
+    "overlapping_groups": ("70% of activations",),
+    "ring_in_each_replica": MIN,
+    "replicas_of_split_layers": ("70% of activations",),
+}
+RANDOM = range(12)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    cases = {name: partial(checked, name, 1, budgets) for name, budgets in OF_TWO.items()}
+    cases |= {f"random {seed}": partial(checked_at_random, seed) for seed in RANDOM}
+    return run_all(cases, tmp_path_factory.mktemp("communicating"))
+
+
+@pytest.mark.parametrize("name", [*OF_TWO, *(f"random {seed}" for seed in RANDOM)])
+def test_two_processes(told, name):
+    judge(told[name])
+
+
+@pytest.fixture(scope="module")
+def told_by_four(tmp_path_factory):
+    cases = {name: partial(checked, name, 2, budgets) for name, budgets in OF_FOUR.items()}
+    return run_all(cases, tmp_path_factory.mktemp("four"), world=4)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_processes(told_by_four, name):
+    judge(told_by_four[name])
