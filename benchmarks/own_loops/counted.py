@@ -36,11 +36,11 @@ class Steps:
     def begin(self, model: nn.Module) -> None:
         gc.collect()
         self.gradient_bytes.append(sum(one.grad.nbytes for one in model.parameters() if one.grad is not None))
-        _library().counted_reset()
-        self._live = _library().counted_live()
+        reset_peak()
+        self._live, _ = live_and_peak()
 
     def end(self) -> None:
-        self.rises.append(_library().counted_peak() - self._live)
+        self.rises.append(live_and_peak()[1] - self._live)
 
     @contextmanager
     def one(self, model: nn.Module) -> Generator[None]:
@@ -49,10 +49,16 @@ class Steps:
         self.end()
 
 
-def _library() -> ctypes.CDLL:
+def live_and_peak() -> tuple[int, int]:
+    """Return the bytes that are live, and the most that were since the peak was reset."""
     library = ctypes.CDLL(None)
     library.counted_live.restype = library.counted_peak.restype = ctypes.c_long
-    return library
+    return library.counted_live(), library.counted_peak()
+
+
+def reset_peak() -> None:
+    """Begin a new peak with what is live."""
+    ctypes.CDLL(None).counted_reset()
 
 
 def run_counted(program: Path, arguments: Sequence[str]) -> object:
