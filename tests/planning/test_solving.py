@@ -149,7 +149,7 @@ def test_cost_falls_with_the_budget_and_is_never_above_a_uniform_tree(make, cost
         limit = floor + (plain - floor) * place // 12
         one = solver.solve(limit)
         assert one.prediction.peak_bytes <= limit
-        uniform = [own.cost for own in solver.uniform if own.prediction.peak_bytes <= limit]
+        uniform = [own.cost for own in map(solver.judged, solver.uniform) if own.prediction.peak_bytes <= limit]
         assert all(one.cost <= cost for cost in uniform)
         found.append(one.cost)
 
@@ -303,7 +303,7 @@ def test_time_that_runs_out_ends_the_search():
     search.solve(search.plain.prediction.peak_bytes * 6 // 10)
 
     assert not search.blocks.profile.options[0]
-    assert len(search.blocks._known) <= 5
+    assert search.blocks._judgements <= 5
 
 
 def test_what_a_tree_without_options_needs_is_found_once_for_all_solvers_of_a_profile():

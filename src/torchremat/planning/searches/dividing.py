@@ -17,7 +17,7 @@ from torchremat.planning.searches.cuts import cut_options, with_cuts
 from torchremat.planning.searches.loops import MOST_FINE
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.points import Live, ProgramPoint
-from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
+from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, rank_of_bytes, walk_of
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree, bounded, kept, rebuilt
 
 # How many of the lowest trees of a solver are divided for the lowest peak.
@@ -67,8 +67,8 @@ class Dividing:
         return None if best is None else self._solver.polished(best, limit_bytes)
 
     def _uniform(self, limit_bytes: int) -> Iterator[Candidate]:
-        for one in self._search_budget.parts(self._base.uniform):
-            divided = self._divided(one.tree, limit_bytes)
+        for tree in self._search_budget.parts([*self._base.uniform]):
+            divided = self._divided(tree, limit_bytes)
             if divided is not None:
                 yield divided
 
@@ -77,13 +77,13 @@ class Dividing:
         """The tree with the lowest predicted peak that was found, if there is any with parts."""
         if not self._numbers:
             return None
-        uniform = sorted(self._base.uniform, key=lambda one: one.prediction.peak_bytes)[:_LOWEST]
+        uniform = sorted(map(self._base.judged, self._base.uniform), key=rank_of_bytes)[:_LOWEST]
         finest = {unit: numbers[-1] for unit, numbers in self._numbers.items()}
         trees = [self._base.floor.tree, *(one.tree for one in uniform)]
         found = [self._solver.judged(with_parts(tree, finest)) for tree in trees]
         if len(self._base.chain.stages) <= MOST_FINE:
             found.append(self._solver.floor)
-        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+        return min(found, key=rank_of_bytes)
 
     def finer(self, trees: Iterable[Tree]) -> Iterator[Candidate]:
         """Yield trees with all units that they recompute in two parts, then in three, and so on."""

@@ -120,7 +120,7 @@ def _share(candidate: Candidate, split: SplitPredictor | None, sums: SumsPredict
 
 
 def _candidates(solver: Solver) -> Iterator[Candidate]:
-    yield from solver.uniform
+    yield from map(solver.judged, solver.uniform)
     yield from _of_table(solver, solver.tables.whole)
     plain_bytes = solver.plain.prediction.peak_bytes
     for tail in _TAILS:

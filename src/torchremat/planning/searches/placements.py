@@ -9,6 +9,7 @@ their bounds, no later one is lower than a bound.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.loosening import HeldAfter, held_after
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.points import Live, ProgramPoint
-from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, walk_of
+from torchremat.planning.simulator.prediction import Candidate, live_bytes, over_bytes, rank_of_bytes, walk_of
 from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree
 
 # The longest chains whose placements are listed: with regions of several units, and of one each.
@@ -43,7 +44,7 @@ class Placements:
     Args:
         profile: The profile.
         plain: The tree that keeps everything.
-        judged: Returns a tree with its prediction.
+        judged_within: Returns a tree with its prediction, if that is at most a limit.
         most_judged: How many placements are judged for one answer.
         search_budget: The time limit.
     """
@@ -52,12 +53,12 @@ class Placements:
         self,
         profile: Profile,
         plain: Candidate,
-        judged: Callable[[Tree], Candidate],
+        judged_within: Callable[[Tree, int], Candidate | None],
         *,
         most_judged: int,
         search_budget: SearchBudget,
     ) -> None:
-        self._profile, self._plain, self._judged = profile, plain, judged
+        self._profile, self._plain, self._judged_within = profile, plain, judged_within
         self._most_judged, self._search_budget = most_judged, search_budget
         self._units = len(profile.sizes)
 
@@ -67,22 +68,20 @@ class Placements:
         for one in islice(may_fit, self._most_judged):
             if self._search_budget.is_over:
                 break
-            found = self._judged(one.tree)
-            if found.prediction.peak_bytes <= limit_bytes:
+            found = self._judged_within(one.tree, limit_bytes)
+            if found is not None:
                 return found
         return None
 
-    @cached_property
-    def lowest(self) -> Candidate | None:
-        """The placement with the lowest predicted peak; None if there are none."""
+    def lowest_within(self, limit_bytes: int) -> Candidate | None:
+        """Return the placement with the lowest predicted peak, if that is at most a limit."""
         lowest: Candidate | None = None
         for one in sorted(self._all, key=lambda one: one.least_bytes)[: self._most_judged]:
-            is_lower = lowest is None or one.least_bytes <= lowest.prediction.peak_bytes
-            if not is_lower or self._search_budget.is_over:
+            if one.least_bytes > limit_bytes or self._search_budget.is_over:
                 break
-            found = self._judged(one.tree)
-            if lowest is None or found.prediction.peak_bytes < lowest.prediction.peak_bytes:
-                lowest = found
+            found = self._judged_within(one.tree, limit_bytes)
+            if found is not None and (lowest is None or rank_of_bytes(found) < rank_of_bytes(lowest)):
+                lowest, limit_bytes = found, found.prediction.peak_bytes
         return lowest
 
     @cached_property
@@ -131,10 +130,14 @@ class Placements:
         free_bytes = self._plain.prediction.kept_bytes - kept_bytes[-1]
         alone = {node: (*keeps[: node.first], node, *keeps[node.last + 1 :]) for node in held}
         needs = {node: self._backward_bytes(node, tree) - kept_bytes[node.first] for node, tree in alone.items()}
-        costs = {node: 0.0 if node in keeps else self._judged(tree).cost for node, tree in alone.items()}
+        costs = {node: 0.0 if node in keeps else self._cost_of(tree) for node, tree in alone.items()}
         return [
             _Placement(tree, sum(map(costs.__getitem__, tree)), bound) for tree, bound in placed(0, frozenset(), 0, 0)
         ]
+
+    def _cost_of(self, tree: Tree) -> float:
+        found = self._judged_within(tree, sys.maxsize)
+        return 0.0 if found is None else found.cost
 
     def _backward_bytes(self, node: Node, tree: Tree) -> int:
         """Return the peak of a step under a tree while the backward goes through one node of it."""

@@ -18,7 +18,7 @@ from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.searches.storing import Storing
 from torchremat.planning.simulator.offload_choices import StoreProfile
-from torchremat.planning.simulator.prediction import Candidate
+from torchremat.planning.simulator.prediction import Candidate, rank_of_bytes
 
 # The shares of the divisible units to split, the numbers to split at the end, and the limit on the number of units.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -178,15 +178,14 @@ class Search:
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
         with self.search_budget.running():
-            lowest = [
-                solver.floor
-                for solver in self.search_budget.parts(self._all_solvers)
-                if solver is self.blocks or not self.search_budget.is_over
-            ]
-            lowest += [one for storing in self.storings for one in storing.lowest]
+            lowest = self.blocks.floor
+            for solver in self.search_budget.parts([one for one in self._all_solvers if one is not self.blocks]):
+                lower = None if self.search_budget.is_over else solver.lowest_within(lowest.prediction.peak_bytes)
+                lowest = min((one for one in (lower, lowest) if one is not None), key=rank_of_bytes)
+            found = [lowest, *(one for storing in self.storings for one in storing.lowest)]
             if self.dividing is not None and not self.search_budget.is_over:
-                lowest += [] if self.dividing.floor is None else [self.dividing.floor]
-        return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
+                found += [] if self.dividing.floor is None else [self.dividing.floor]
+        return min(found, key=rank_of_bytes)
 
 
 def _best(found: list[tuple[float, Candidate]]) -> Candidate:

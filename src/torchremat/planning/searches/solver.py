@@ -10,9 +10,11 @@ The chain's scalars err to both sides, so the solver's limit is itself searched 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, lo
 from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.placements import Placements
 from torchremat.planning.searches.search_budget import SearchBudget
-from torchremat.planning.simulator.prediction import Candidate, predict
+from torchremat.planning.simulator.prediction import Candidate, predict_within, rank_of_bytes
 from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded, kept, rebuilt
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import uniform_trees
@@ -75,8 +77,9 @@ class Solver:
         self.over_steps = over_steps
         self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._beside = beside
-        self._known: dict[Tree, Candidate] = {}
-        self._shared: dict[Tree, Candidate] = {} if beside is None else beside._shared
+        self._known = _Judged()
+        self._shared: _Judged = _Judged() if beside is None else beside._shared
+        self._judgements = 0
         self._peaks: dict[Persistent, dict[int, int]] = {}  # by level of a table: the exact peaks of its judged trees
 
     @cached_property
@@ -134,16 +137,16 @@ class Solver:
         """How many trees may be judged for polish; a third of that for the floor."""
         return max(12, _JUDGED_UNITS // len(self.profile.units.units))
 
-    @cached_property
-    def uniform(self) -> tuple[Candidate, ...]:
+    @property
+    def uniform(self) -> Iterator[Tree]:
         """The uniform trees: all of them for few stages, those with small numbers for many."""
         # Judging a long loop takes long, and of equal steps the tables have most of these trees too.
         stages = len(self.chain.stages)
         trees = uniform_trees(stages, most=_MOST_SIMPLE if stages > _MOST_STAGES or self.loops else None)
-        chosen = trees if self.hand_made else trees[:_ALWAYS]
-        self.search_budget.tell("judging")
-        judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
-        return tuple(self.judged(expanded(tree, self.stages)) for tree in judged)
+        for number, tree in enumerate(trees if self.hand_made else trees[:_ALWAYS]):
+            if number < _ALWAYS or not self.search_budget.is_over:
+                self.search_budget.tell("judging")
+                yield expanded(tree, self.stages)
 
     @cached_property
     def placements(self) -> Placements | None:
@@ -155,7 +158,7 @@ class Solver:
         return Placements(
             self.profile,
             self.plain,
-            self.judged,
+            self.judged_within,
             most_judged=self.most_judged,
             search_budget=self.search_budget,
         )
@@ -167,15 +170,23 @@ class Solver:
 
     def judged(self, tree: Tree) -> Candidate:
         """Return a tree with its prediction, adapted so that it can run and suits the roots."""
+        return cast("Candidate", self.judged_within(tree, sys.maxsize))
+
+    def judged_within(self, tree: Tree, limit_bytes: int) -> Candidate | None:
+        """Return the same if its peak is at most a limit: far above it, a judgement takes a part of the time."""
         tree = fitted(self.profile.units, bounded(tree))  # See NOTE [ How deep regions may nest ]
-        if tree not in self._known:
-            known = self._known if any(keep.option for keep in kept(tree)) else self._shared
-            if tree not in known:
-                prediction = predict(self.profile, tree)
-                cost = amount(self.profile, self.cost_unit, prediction)
-                known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
-            self._known[tree] = known[tree]
-        return self._known[tree]
+        known = self._known if any(keep.option for keep in kept(tree)) else self._shared
+        found = known.candidates.get(tree)
+        if found is None and limit_bytes > known.above.get(tree, -1):
+            self._judgements += 1
+            prediction = predict_within(self.profile, tree, limit_bytes)
+            if prediction is None:
+                known.above[tree] = limit_bytes
+                return None
+            cost = amount(self.profile, self.cost_unit, prediction)
+            found = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
+            known.candidates[tree] = found
+        return found if found is not None and found.prediction.peak_bytes <= limit_bytes else None
 
     def scheduled(self, table: Persistent, slots: int) -> Candidate:
         """Return the tree of a table for a number of slots, with its prediction."""
@@ -190,11 +201,15 @@ class Solver:
         """Return the candidate that `solve` polishes."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
-        found = [*self.persistent(limit_bytes), *self.uniform]
+        found = [one for one in self.persistent(limit_bytes) if one.prediction.peak_bytes <= limit_bytes]
+        found += self._fitting(self.uniform, limit_bytes)
         if self.placements is not None and (placed := self.placements.cheapest(limit_bytes)) is not None:
             found.append(placed)
-        fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
-        return min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+        return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+
+    def _fitting(self, trees: Iterable[Tree], limit_bytes: int) -> list[Candidate]:
+        """Return those of some trees whose predicted peak is at most a limit."""
+        return [one for tree in trees if (one := self.judged_within(tree, limit_bytes)) is not None]
 
     def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
         """Yield optimal trees of the chain, closing in on the cheapest whose exact peak fits.
@@ -229,18 +244,18 @@ class Solver:
         units = len(self.profile.units.units)
         if best.prediction.calls > 20 * units:
             return best  # nested so deeply that the limit leaves no room
-        place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
+        place, judged, most = 0, self._judgements, self.most_judged if most_judged is None else most_judged
         peak_bounds = PeakBounds(self.profile, best.tree)
         is_local = self._is_local
-        while place < len(best.tree) and len(self._known) - judged < most and not self.search_budget.is_over:
+        while place < len(best.tree) and self._judgements - judged < most and not self.search_budget.is_over:
             self.search_budget.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
             before, after = best.tree[:place], best.tree[place + 1 :]
             looser = [
-                self.judged((*before, *nodes, *after))
+                (*before, *nodes, *after)
                 for nodes in loosened(best.tree[place], self.option_costs)
                 if not is_local or peak_bounds.least_bytes(place, nodes) <= limit_bytes
             ]
-            fitting = [one for one in looser if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
+            fitting = [one for one in self._fitting(looser, limit_bytes) if one.cost < best.cost]
             if fitting:
                 best = min(fitting, key=lambda one: one.cost)
                 peak_bounds = PeakBounds(self.profile, best.tree)
@@ -251,20 +266,40 @@ class Solver:
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
+        return cast("Candidate", self.lowest_within(sys.maxsize))
+
+    def lowest_within(self, limit_bytes: int) -> Candidate | None:
+        """Return the tree with the lowest predicted peak that was found, if that is at most a limit."""
+        lowest: Candidate | None = None
+        for tree in self._trees_of_low_peaks():
+            found = self.judged_within(tree, limit_bytes)
+            if found is not None and (lowest is None or rank_of_bytes(found) < rank_of_bytes(lowest)):
+                lowest, limit_bytes = found, found.prediction.peak_bytes
+        placed = None if self.placements is None else self.placements.lowest_within(limit_bytes)
+        return min((one for one in (lowest, placed) if one is not None), key=rank_of_bytes, default=None)
+
+    def _trees_of_low_peaks(self) -> Iterator[Tree]:
+        """Yield the trees of the lowest limits that there are some for, and the uniform ones."""
 
         def numbered(keep: KeepNode) -> Iterator[KeepNode]:
             """Yield the same with the number that its option has among all of its unit."""
             yield replace(keep, option=self._for_bytes[keep.stage][keep.option - 1]) if keep.option else keep
 
-        found, table = list(self.uniform), self._lowest_table()
-        if self.placements is not None and self.placements.lowest is not None:
-            found.append(self.placements.lowest)
+        table = self._lowest_table()
         lowest, most = table.lowest_slots, table.most_slots
         steps = min(16, self.most_judged // 3)
         for asked in self.search_budget.parts(
             sorted({min(most, lowest + lowest * i // (2 * steps)) for i in range(steps)})
         ):
             self.search_budget.tell("judging")
-            if asked >= lowest and not (found and self.search_budget.is_over):
-                found.append(self.judged(rebuilt(expanded(table.tree_at(asked), self.stages), stage=numbered)))
-        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+            if asked >= lowest and not self.search_budget.is_over:
+                yield rebuilt(expanded(table.tree_at(asked), self.stages), stage=numbered)
+        yield from self.uniform
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """Trees with their predictions, and trees with peaks above a limit."""
+
+    candidates: dict[Tree, Candidate] = field(default_factory=dict[Tree, Candidate])
+    above: dict[Tree, int] = field(default_factory=dict[Tree, int])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,8 +149,10 @@ class OptionBytes:
         return replace(self, seconds=self.overhead_s + (self.seconds - self.overhead_s) * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
+_NO_INPUTS: Mapping[int, int] = MappingProxyType({})
+
+
+class Live(NamedTuple):
     """The simulation at one program point: bytes held, the peak over them, and the unit whose forward runs, if any.
 
     `over_bytes` is None where the profile must supply the peak. That peak is for a recomputed unit; for a kept unit,
@@ -167,12 +170,11 @@ class Live:
     moves: bool = False  # only copies into a store or back run, with `over_bytes` as their peak
     stays: frozenset[int] | None = None
     lets_go: Releases = ()
-    inputs: Mapping[int, int] = field(default_factory=dict[int, int])
+    inputs: Mapping[int, int] = _NO_INPUTS
     since: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RanForward:
+class RanForward(NamedTuple):
     """A unit's forward that a recompute ran, whole, up to its last save, or up to the point that its option needs."""
 
     unit: int

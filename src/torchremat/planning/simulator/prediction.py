@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from typing import cast
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
@@ -51,6 +53,13 @@ def walk_of(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> M
 
 def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> Prediction:
     """Return the prediction for a step under `tree`, with some of the kept units in stores; omits `moving_s`."""
+    return cast("Prediction", predict_within(profile, tree, sys.maxsize, offloads))
+
+
+def predict_within(
+    profile: Profile, tree: Tree, limit_bytes: int, offloads: Offloads = NO_OFFLOADS
+) -> Prediction | None:
+    """Return the prediction if its peak is at most a limit; above it, the step is followed no further."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     highest = {True: peak, False: 0}  # by whether backward has not begun
     seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
@@ -68,6 +77,8 @@ def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_OFFLOADS) -> P
             highest[before] = max(highest[before], live + over)
             if live + over > peak:
                 peak, where = live + over, state.what
+                if peak > limit_bytes:
+                    return None
         else:
             calls += 1
             if not state.option:
@@ -150,3 +161,8 @@ class Candidate:
         """Predicted seconds of a step over a plain step's."""
         added_s = self.prediction.seconds + self.prediction.moving_s
         return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0
+
+
+def rank_of_bytes(one: Candidate) -> tuple[int, float]:
+    """Return what orders candidates where the lowest peak is sought."""
+    return one.prediction.peak_bytes, one.cost
