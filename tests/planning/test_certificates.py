@@ -264,7 +264,7 @@ def test_the_bound_holds_for_every_plan(planner, step_bytes):
     bounds = {share: lower_bound(step.flow, step.pulls, int(share * step_bytes)) for share in (0.9, 0.6, 0.4)}
 
     for solver in planner.solver.solvers:
-        for one in solver._known.values():
+        for one in (*solver._known.candidates.values(), *solver._shared.candidates.values()):
             for share, bound in bounds.items():
                 if one.prediction.peak_bytes <= share * step_bytes:
                     assert one.prediction.flops >= bound
@@ -283,7 +283,11 @@ def test_a_plan_in_parts_has_the_bound_of_all_schedules():
     assert "best of nested regions" not in f"{found}{plan}"
     assert "missing: nested regions: none over whole calls fits the budget" in str(found)
     assert 0 < found.bound_all < found.cost
-    judged = [one.prediction for one in dividing._solver._known.values() if any(keep.option for keep in kept(one.tree))]
+    judged = [
+        one.prediction
+        for one in dividing._solver._known.candidates.values()
+        if any(keep.option for keep in kept(one.tree))
+    ]
     assert len(judged) > 10
     for limit_bytes in sorted(one.peak_bytes for one in judged)[::8]:
         bound = lower_bound(step.flow, step.pulls, limit_bytes)

@@ -77,7 +77,7 @@ class Dividing:
         """The tree with the lowest predicted peak that was found, if there is any with parts."""
         if not self._numbers:
             return None
-        uniform = sorted(map(self._base.judged, self._base.uniform), key=rank_of_bytes)[:_LOWEST]
+        uniform = self._base.lowest(self._base.uniform, count=_LOWEST)
         finest = {unit: numbers[-1] for unit, numbers in self._numbers.items()}
         trees = [self._base.floor.tree, *(one.tree for one in uniform)]
         found = [self._solver.judged(with_parts(tree, finest)) for tree in trees]

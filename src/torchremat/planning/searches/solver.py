@@ -270,13 +270,21 @@ class Solver:
 
     def lowest_within(self, limit_bytes: int) -> Candidate | None:
         """Return the tree with the lowest predicted peak that was found, if that is at most a limit."""
-        lowest: Candidate | None = None
-        for tree in self._trees_of_low_peaks():
-            found = self.judged_within(tree, limit_bytes)
-            if found is not None and (lowest is None or rank_of_bytes(found) < rank_of_bytes(lowest)):
-                lowest, limit_bytes = found, found.prediction.peak_bytes
-        placed = None if self.placements is None else self.placements.lowest_within(limit_bytes)
-        return min((one for one in (lowest, placed) if one is not None), key=rank_of_bytes, default=None)
+        found = self.lowest(self._trees_of_low_peaks(), limit_bytes)
+        if self.placements is not None:
+            placed = self.placements.lowest_within(found[0].prediction.peak_bytes if found else limit_bytes)
+            found += [] if placed is None else [placed]
+        return min(found, key=rank_of_bytes, default=None)
+
+    def lowest(self, trees: Iterable[Tree], limit_bytes: int = sys.maxsize, *, count: int = 1) -> list[Candidate]:
+        """Return those of some trees with the lowest predicted peaks, the lowest first; none above a limit."""
+        found: list[Candidate] = []
+        for tree in trees:
+            one = self.judged_within(tree, limit_bytes)
+            if one is not None and all(one is not other for other in found):
+                found = sorted([*found, one], key=rank_of_bytes)[:count]
+                limit_bytes = found[-1].prediction.peak_bytes if len(found) == count else limit_bytes
+        return found
 
     def _trees_of_low_peaks(self) -> Iterator[Tree]:
         """Yield the trees of the lowest limits that there are some for, and the uniform ones."""
