@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -186,8 +187,14 @@ def accelerate(budget: Budget) -> Trained:
     else:
         # `prepare` logs what it has planned, and does not return it.
         fitted = ours.fitted
-        ours.fitted = lambda *given: plans.append(fitted(*given).plan)
-        model, optimizer = ours.prepare(accelerator, model, optimizer, step, budget=budget)
+
+        def noted(*given: object) -> object:
+            found = fitted(*given)
+            plans.append(found.plan)
+            return found
+
+        with mock.patch.object(ours, "fitted", noted):
+            model, optimizer = ours.prepare(accelerator, model, optimizer, step, budget=budget)
     steps = Steps()
     for _ in range(BEFORE + COUNTED):
         with steps.one(model):
