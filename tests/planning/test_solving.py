@@ -306,6 +306,22 @@ def test_time_that_runs_out_ends_the_search():
     assert search.blocks._judgements <= 5
 
 
+def test_a_tree_above_a_limit_is_followed_no_further_and_is_found_again_at_a_higher_one():
+    pair = profile(*models.gpt_step(blocks=2, width=32, context=32, batch=2))
+    whole, limited = (Search(pair, PlanOptions(cost="flops")).blocks for _ in range(2))
+
+    for tree in whole.uniform:
+        peak_bytes = whole.judged(tree).prediction.peak_bytes
+        before = limited._judgements
+        assert limited.judged_within(tree, peak_bytes - 1) is None
+        assert limited.judged_within(tree, peak_bytes - 2) is None  # which is known by now
+        assert limited.judged_within(tree, peak_bytes).prediction == whole.judged(tree).prediction
+        assert limited.judged_within(tree, peak_bytes - 1) is None
+        assert limited._judgements - before in (0, 2)  # 0: the same tree once more
+
+    assert limited._judgements > 10
+
+
 def test_what_a_tree_without_options_needs_is_found_once_for_all_solvers_of_a_profile():
     search = Search(profile(*models.gpt_step(blocks=2, width=32, context=32, batch=2)), PlanOptions(cost="flops"))
     units = range(len(search.blocks.profile.units.units))
