@@ -9,7 +9,6 @@ their bounds, no later one is lower than a bound.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +43,8 @@ class Placements:
     Args:
         profile: The profile.
         plain: The tree that keeps everything.
-        judged_within: Returns a tree with its prediction, if that is at most a limit.
+        judged: Returns a tree with its prediction.
+        judged_within: Returns the same if its peak is at most a limit.
         most_judged: How many placements are judged for one answer.
         search_budget: The time limit.
     """
@@ -53,12 +53,14 @@ class Placements:
         self,
         profile: Profile,
         plain: Candidate,
+        judged: Callable[[Tree], Candidate],
         judged_within: Callable[[Tree, int], Candidate | None],
         *,
         most_judged: int,
         search_budget: SearchBudget,
     ) -> None:
-        self._profile, self._plain, self._judged_within = profile, plain, judged_within
+        self._profile, self._plain = profile, plain
+        self._judged, self._judged_within = judged, judged_within
         self._most_judged, self._search_budget = most_judged, search_budget
         self._units = len(profile.sizes)
 
@@ -76,7 +78,7 @@ class Placements:
     def lowest_within(self, limit_bytes: int) -> Candidate | None:
         """Return the placement with the lowest predicted peak, if that is at most a limit."""
         lowest: Candidate | None = None
-        for one in sorted(self._all, key=lambda one: one.least_bytes)[: self._most_judged]:
+        for one in self._lowest_first[: self._most_judged]:
             if one.least_bytes > limit_bytes or self._search_budget.is_over:
                 break
             found = self._judged_within(one.tree, limit_bytes)
@@ -87,6 +89,10 @@ class Placements:
     @cached_property
     def _cheapest_first(self) -> list[_Placement]:
         return sorted(self._all, key=lambda one: (one.cost, one.least_bytes))
+
+    @cached_property
+    def _lowest_first(self) -> list[_Placement]:
+        return sorted(self._all, key=lambda one: one.least_bytes)
 
     @cached_property
     def _all(self) -> list[_Placement]:
@@ -130,14 +136,10 @@ class Placements:
         free_bytes = self._plain.prediction.kept_bytes - kept_bytes[-1]
         alone = {node: (*keeps[: node.first], node, *keeps[node.last + 1 :]) for node in held}
         needs = {node: self._backward_bytes(node, tree) - kept_bytes[node.first] for node, tree in alone.items()}
-        costs = {node: 0.0 if node in keeps else self._cost_of(tree) for node, tree in alone.items()}
+        costs = {node: 0.0 if node in keeps else self._judged(tree).cost for node, tree in alone.items()}
         return [
             _Placement(tree, sum(map(costs.__getitem__, tree)), bound) for tree, bound in placed(0, frozenset(), 0, 0)
         ]
-
-    def _cost_of(self, tree: Tree) -> float:
-        found = self._judged_within(tree, sys.maxsize)
-        return 0.0 if found is None else found.cost
 
     def _backward_bytes(self, node: Node, tree: Tree) -> int:
         """Return the peak of a step under a tree while the backward goes through one node of it."""

@@ -158,6 +158,7 @@ class Solver:
         return Placements(
             self.profile,
             self.plain,
+            self.judged,
             self.judged_within,
             most_judged=self.most_judged,
             search_budget=self.search_budget,

@@ -77,8 +77,8 @@ def predict_within(
             highest[before] = max(highest[before], live + over)
             if live + over > peak:
                 peak, where = live + over, state.what
-                if peak > limit_bytes:
-                    return None
+            if peak > limit_bytes:
+                return None
         else:
             calls += 1
             if not state.option:
