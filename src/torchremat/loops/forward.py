@@ -122,8 +122,7 @@ class Forward:
             sources = [numbers[id(one)] for one in tensors]
             if len(held) == len(tensors):
                 self._sources = sources  # the same for every step, but for one that is given a tensor twice
-        like = self._region.recording.calls[0] if self._region is not None else None
-        return CallArguments(self._template, tensors, list(held.values()), sources, like=like)
+        return CallArguments(self._template, tensors, list(held.values()), sources)
 
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.

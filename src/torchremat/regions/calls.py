@@ -27,7 +27,8 @@ from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
 from torchremat.state.snapshot import NOTHING, Snapshot
-from torchremat.state.world import World
+from torchremat.state.structure import root_of
+from torchremat.state.world import Search
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
 
@@ -112,23 +113,26 @@ class Call:
             guard: Objects that the user named.
             preserve_rng: Whether a recompute draws the same numbers.
         """
-        tensors, objects, like = given.tensors, given.objects, given.like
+        tensors, objects = given.tensors, given.objects
         ambient = self.ambient_state = ambient_state()
         self.context = copy_context()
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
         modes = ambient.modes if ambient.has_modes else ()
         is_bare = not (objects or guard or special or modes) and len(roots) == 1
         plain = plain_cells(roots[0]) if is_bare else None
+        root = root_of(roots[0]) if is_bare and plain is None else None
+        known = root.recall() if root is not None else None
         if plain is not None:
             reads, contents = plain
             self.is_pure = not (reads.names or (contents and ModuleType in map(type, contents)))
             self.sets_generators = reads.sets_generators
             if contents:
                 self.cells = cast("FunctionType", roots[0]).__closure__ or (), contents
-        elif is_bare and like is not None and like.world is not NOTHING and like.world.is_here():
-            self.world, self.is_pure, self.sets_generators = like.world, like.is_pure, like.sets_generators
+        elif known is not None:
+            self.world, self.is_pure = Snapshot(known), known.is_inert
+            self.sets_generators = known.sets_generators
         else:
-            world = World()
+            world = Search()
             for one in guard:
                 if looks_after_itself(one):
                     world.skip(one)
@@ -143,6 +147,8 @@ class Call:
                 reach(world, modes)
             self.sets_generators = world.sets_generators
             self.world = Snapshot(world, guard)
+            if root is not None:
+                root.remember(world)
             self.is_pure = self.world.is_inert and not modes
         self.preserves_rng = preserve_rng
         if preserve_rng:
@@ -193,7 +199,6 @@ class CallArguments:
         held: Inputs as a caller holds them who knows better than the region, as a loop does.
         sources: Where each tensor comes from.
         objects: Other arguments that could have state.
-        like: An earlier call of the same code: if its world is still here, the call shares it.
     """
 
     template: object
@@ -201,7 +206,6 @@ class CallArguments:
     held: list[HeldTensor]
     sources: list[Source]
     objects: Sequence[object] = field(default=(), kw_only=True)
-    like: Call | None = field(default=None, kw_only=True)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

@@ -22,12 +22,13 @@ from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, 
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
+from torchremat.state.structure import Rooted
 from torchremat.stores.offloading import Offload
 
 FORWARD = "forward"
 
 
-class WrappedForward:
+class WrappedForward(Rooted):
     """The `forward` of a wrapped module.
 
     NOTE [ No closure ]
@@ -66,6 +67,7 @@ class WrappedForward:
         own: Callable[..., object] | None = None,
         owner: object = None,
     ) -> None:
+        super().__init__()
         self._module = ref(module)  # See NOTE [ No closure ]
         self.name = name
         self.settings = settings
@@ -188,7 +190,7 @@ def _cannot_be_scripted(name: str) -> _MissingError:
 
 
 # Attributes of this object, not of the original forward: without them it is not initialized yet, or is no method.
-_OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "runs_code", "__func__"})
+_OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "runs_code", "root", "__func__"})
 
 
 class UnboundForward:

@@ -46,10 +46,9 @@ def run_again(
                 raise reading.found
     context = call.context.copy()  # a context can be entered once at a time
     if context:
-        looked_after, empty = call.world.containers, ()
         for variable, value in call.context.items():
-            if type(value) in COPIED and value is not empty and not is_compilers(variable):
-                own = copies.of(value, looked_after)
+            if type(value) in COPIED and value is not _EMPTY and not is_compilers(variable):
+                own = copies.of(value, call.world.containers)
                 if own is not value:
                     context.run(variable.set, own)
     now = thread.now
@@ -61,6 +60,9 @@ def run_again(
         return context.run(call.body, *args, **kwargs)
     finally:
         now.frozen = had
+
+
+_EMPTY = ()
 
 
 class Restored:

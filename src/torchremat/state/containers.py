@@ -163,10 +163,11 @@ class Dicts:
     Unchanged dicts cost one comparison, however many they are.
 
     Attributes:
-        values: All of their values, one dict after the other.
+        keys: All of their keys, one dict after the other.
+        values: All of their values.
     """
 
-    __slots__ = ("_dicts", "_empty", "_key_views", "_keys", "_sizes", "_value_views", "values")
+    __slots__ = ("_dicts", "_empty", "_key_views", "_sizes", "_value_views", "keys", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
         # Most tables of modules, hooks above all, are empty, which is the cheapest property to check: a built-in dict
@@ -184,8 +185,19 @@ class Dicts:
         # Views show the contents of any later moment, and are read in C, as this runs for each call of each region.
         self._key_views: list[Iterable[Any]] = [*plain, *map(keys_of, others)]
         self._value_views = [*map(dict.values, plain), *map(values_of, others)]
-        self._keys: list[Any] = [*chain.from_iterable(self._key_views)]
+        self.keys: list[Any] = [*chain.from_iterable(self._key_views)]
         self.values: list[Any] = [*chain.from_iterable(self._value_views)]
+
+    def with_more(self, more: Dicts) -> Dicts:
+        """Return these dicts and others."""
+        new = copy(self)
+        for name in self.__slots__:
+            setattr(new, name, [*getattr(self, name), *getattr(more, name)])
+        return new
+
+    def add_empty(self, dicts: list[Dict]) -> None:
+        """Add dicts that have no contents."""
+        self._empty = [*self._empty, *dicts]
 
     def with_values(self, values: list[Any]) -> Dicts:
         """Return the same dicts with other values in place of these."""
@@ -196,8 +208,19 @@ class Dicts:
     def as_now(self, gone: Set[int]) -> Dicts:
         """Return the same dicts with the current values in place of those in `gone`, by id."""
         owners = chain.from_iterable(map(repeat, self._dicts, self._sizes))
-        rows = zip(owners, self._keys, self.values, strict=True)
+        rows = zip(owners, self.keys, self.values, strict=True)
         return self.with_values([dict.get(own, key, value) if id(value) in gone else value for own, key, value in rows])
+
+    @property
+    def dicts(self) -> list[Dict]:
+        """The dicts."""
+        return [*self._dicts, *self._empty]
+
+    def now(self) -> Dicts | None:
+        """Return the same dicts with their current values, None if they have other keys now."""
+        if any(self._empty) or [*map(size_of, self._dicts)] != self._sizes or not self._has_keys():
+            return None
+        return self.with_values([*chain.from_iterable(self._value_views)])
 
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""
@@ -211,7 +234,7 @@ class Dicts:
     def _has_keys(self) -> bool:
         try:
             # A list compares by identity first, and only where that differs by equality, as a dict does.
-            return [*chain.from_iterable(self._key_views)] == self._keys
+            return [*chain.from_iterable(self._key_views)] == self.keys
         except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
             return False
 
@@ -226,14 +249,14 @@ class Dicts:
             for index in changed:
                 while starts[place + 1] <= index:
                     place += 1
-                own, key, value = dicts[place], self._keys[index], self.values[index]
+                own, key, value = dicts[place], self.keys[index], self.values[index]
                 if not (only_looks_on(value) or only_looks_on(dict.__getitem__(own, key))):
                     dict.__setitem__(own, key, value)
                     written.add(id(own))
             return written
         for own, start, size in zip(dicts, starts, self._sizes, strict=False):
             end = start + size
-            if self._write_dict(own, dict(zip(self._keys[start:end], self.values[start:end], strict=True))):
+            if self._write_dict(own, dict(zip(self.keys[start:end], self.values[start:end], strict=True))):
                 written.add(id(own))
         return written
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_not, itemgetter
 from typing import Any, cast
+from weakref import ref
 
+from torchremat.errors import bug
 from torchremat.state.containers import ABSENT, Dict, copied, holds_same, make
 
 
@@ -76,34 +78,36 @@ class Bindings(Holder):
         functions: The functions whose defaults and code count.
         objects: The objects whose class may change later.
         owners: Those of them whose attributes are in a dict, which may be replaced later.
+        names: Names in Python modules, global ones above all.
+        spaces: For each of them, the names and values of its Python module.
     """
 
-    __slots__ = ("_names", "_spaces", "cells", "functions", "objects", "owners")
+    __slots__ = ("cells", "functions", "names", "objects", "owners", "spaces")
 
     def __init__(self) -> None:
         self.cells: list[types.CellType] = []
         self.functions: list[types.FunctionType] = []
         self.objects: list[object] = []
         self.owners: list[object] = []
-        self._spaces: list[Dict] = []
-        self._names: list[str] = []
+        self.names: list[str] = []
+        self.spaces: list[Dict] = []
 
     def __bool__(self) -> bool:
-        return bool(self.objects or self.functions or self.cells or self._names)
+        return bool(self.objects or self.functions or self.cells or self.names)
 
     def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
         """Add global names of one Python module; return the values of those that are bound."""
-        self._spaces += [space] * len(names)
-        self._names += names
+        self.spaces += [space] * len(names)
+        self.names += names
         return [space[name] for name in names if name in space]
 
     def read(self) -> list[object]:
         """Return its current contents."""
-        found: list[object] = [*map(type, self.objects), *map(_attribute_of, self.owners, repeat("__dict__"))]
+        found: list[object] = [*map(type, self.objects), *map(attribute_of, self.owners, repeat("__dict__"))]
         if self.functions:
             found += chain.from_iterable(map(_of_function, self.functions))
-        if self._names:
-            found += map(dict.get, self._spaces, self._names, repeat(ABSENT))
+        if self.names:
+            found += map(dict.get, self.spaces, self.names, repeat(ABSENT))
         if self.cells:
             found += contents_of(self.cells)
         return found
@@ -123,13 +127,13 @@ class Bindings(Holder):
                 object.__setattr__(item, "__class__", kind)
         for item in self.owners:
             own = next(rest)
-            if _attribute_of(item, "__dict__") is not own:
+            if attribute_of(item, "__dict__") is not own:
                 object.__setattr__(item, "__dict__", own)
         for function in self.functions:
             function.__defaults__, function.__kwdefaults__, code = next(rest), next(rest), next(rest)
             if function.__code__ is not code:
                 function.__code__ = code
-        for space, name in zip(self._spaces, self._names, strict=True):
+        for space, name in zip(self.spaces, self.names, strict=True):
             before = next(rest)
             if before is ABSENT:
                 space.pop(name, None)
@@ -149,7 +153,7 @@ _content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"
 
 
 # A class may have its own `__getattribute__`, which is user code.
-_attribute_of = cast("Callable[[object, str], Dict]", object.__getattribute__)
+attribute_of = cast("Callable[[object, str], Dict]", object.__getattribute__)
 
 
 _of_function = cast(
@@ -181,35 +185,35 @@ def _taking(names: tuple[str, ...]) -> Callable[[Mapping[str, object]], Iterable
 class ClassData(Holder):
     """Attributes that a class has itself, and those that it is given later."""
 
-    __slots__ = ("_kind", "_names", "_size", "_take")
+    __slots__ = ("_class", "_names", "_size", "_take")
 
     def __init__(self, kind: type, names: tuple[str, ...]) -> None:
-        self._kind = kind
+        self._class = ref(kind)  # its objects keep it alive, and a holder may be shared by calls
         self._names = names
         self._size = len(vars(kind))
         self._take = _taking(names)
 
     def values(self) -> list[object]:
         """Return the objects in it that may lead further."""
-        own = vars(self._kind)
-        found = self._all_in(own)
-        return [*map(own.get, self._names, repeat(ABSENT))] if found is None else [*found]
-
-    def _all_in(self, own: Mapping[str, object]) -> Iterable[object] | None:
-        try:
-            return self._take(own)
-        except KeyError:  # one was deleted
-            return None
+        return self.read()[:-1]
 
     def read(self) -> list[object]:
         """Return its current contents; last, the attributes it has been given since."""
-        own = vars(self._kind)
-        found = self._all_in(own) if len(own) == self._size else None
-        if found is not None:
-            return [*found, ()]
-        values = self.values()
+        own: Mapping[str, object] = self._kind.__dict__
+        if len(own) == self._size:
+            try:
+                return [*self._take(own), ()]
+            except KeyError:  # one was deleted, and another was given
+                pass
         later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
-        return [*values, tuple(later)]
+        return [*map(own.get, self._names, repeat(ABSENT)), tuple(later)]
+
+    @property
+    def _kind(self) -> type:
+        kind = self._class()
+        if kind is None:
+            raise bug("the attributes of a class were asked for after the class was freed")
+        return kind
 
     def write(self, contents: list[Any]) -> None:
         """Set its contents to what `read` returned."""
@@ -234,7 +238,32 @@ class ClassValues(ClassData):
 
     def read(self) -> list[object]:
         """Return their values; none was given since."""
-        return [*self.values(), ()]
+        return [*map(vars(self._kind).get, self._names, repeat(ABSENT)), ()]
+
+
+class LaterNames(ItemHolder):
+    """The names that a Python module is given later, with their values: of those that it has, code reads some.
+
+    A module of a package that a forward imports first is one as well, and stays there.
+    """
+
+    __slots__ = ("_size",)
+
+    def __init__(self, space: Dict) -> None:
+        super().__init__(space)
+        self._size = len(space)
+
+    def read(self) -> Dict:
+        """Return its current contents."""
+        if len(self._item) <= self._size:
+            return {}
+        return {name: one for name, one in [*self._item.items()][self._size :] if type(one) is not types.ModuleType}
+
+    def write(self, contents: Dict) -> None:
+        """Set its contents to what `read` returned."""
+        for name in self.read().keys() - contents.keys():
+            del self._item[name]
+        self._item.update(contents)
 
 
 class Slots(ItemHolder):

@@ -71,13 +71,13 @@ from torchremat.state.following.objects import (
     watch_tensor,
 )
 from torchremat.state.foreign import FOREIGN
-from torchremat.state.world import LEADS_NOWHERE, World
+from torchremat.state.world import LEADS_NOWHERE, Search
 
-Visit = Callable[[World, Any], None]
+Visit = Callable[[Search, Any], None]
 
 
 def reach(
-    world: World,
+    world: Search,
     items: Iterable[object],
     *,
     are_arguments: bool = False,
@@ -205,6 +205,6 @@ def _classify(kind: type) -> Visit | None:
 
 def tensors_inside(objects: list[object]) -> list[Tensor]:
     """Return the tensors that objects among the arguments of a call hold now."""
-    world = World()
+    world = Search()
     reach(world, objects, are_arguments=True)
     return world.tensors

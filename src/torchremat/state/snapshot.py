@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter, is_not
+from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -15,19 +15,17 @@ from torch import Tensor
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
 from torchremat.state.containers import Dict, Dicts, other, with_others
-from torchremat.state.following.objects import LONG
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.stamps import changed, stamped
-from torchremat.state.world import World
+from torchremat.state.world import Search, World
 
 # NOTE [ A snapshot holds no graph ]
 # A module may hold an output of its last call, whose graph holds the region of that call, whose snapshot would hold the
 # output of the call before: nothing would ever be freed. So a tensor with a graph is held by a weak reference and an
 # alias without the graph. A recompute is shown the tensor itself as long as other code keeps it alive.
 
-_attributes = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 _is_leaf = cast("Callable[[Tensor], bool]", attrgetter("is_leaf"))
 _NOTHING_HELD = torch.empty(0)
 
@@ -71,7 +69,6 @@ class Snapshot:
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
         past_versions: Those of them whose version has not moved.
         is_inert: Whether the call can change nothing in it.
-        lasts: Whether another call may share it that begins in the same world: it holds nothing of the call itself.
 
     The state that an `Exchange` shows, and compares with the current one:
         dicts: The dicts that were reached; `then` is their contents.
@@ -85,14 +82,13 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_attributes", "_leaf_hooks", "_leaves", "_stamps", "_tables", "backups", "by_forward", "dicts", "flags",
-        "generators", "graphed", "guarded", "is_inert", "lasts", "modules", "named", "past_versions", "rest",
-        "roots", "shards", "then", "waits", "watched",
+        "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "dicts", "flags", "generators", "graphed",
+        "guarded", "is_inert", "modules", "named", "past_versions", "rest", "roots", "shards", "then", "waits",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
-        is_inert = world.is_inert and not guard
-        world.end()
+        self.then, self.rest = world.read()
         self.modules = world.modules
         self.roots = world.roots
         self.generators = world.generators
@@ -100,13 +96,9 @@ class Snapshot:
         self.by_forward: frozenset[int] = frozenset()
         self.past_versions: frozenset[int] = frozenset()
         self.dicts = world.dicts
-        self.rest = [(one, one.read()) for one in world.rest]
-        self.is_inert = is_inert
-        self.then: Dicts = Dicts(world.dicts)
+        self.is_inert = world.is_inert and not guard
         self.watched = world.tensors
         self.flags = [*map(flags_of, world.tensors)]
-        self._attributes = [*map(_attributes, world.tensors)]
-        self._tables = world.tables
         self.shards: list[WatchedShard] = world.shards
         own = [cast("Guarded", one) for one in guard if looks_after_itself(one)] if guard else []
         self.guarded = [(one, one.snapshot()) for one in own]
@@ -126,15 +118,11 @@ class Snapshot:
         if not all(map(_is_leaf, world.tensors)) and not is_transformed():  # there `detach` loses more than a graph
             graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
             self._let_graphs_go(graphed, holds=backs_up)
-        own_state = (
-            self.backups or self.graphed or self.guarded or self.shards or self.generators or self.waits or self._stamps
-        )
-        self.lasts = backs_up and not own_state
 
     @classmethod
     def of_cells(cls, cells: Iterable[CellType], contents: list[object]) -> Snapshot:
         """Return the snapshot of a world that consists only of cells, from their contents."""
-        world = World()
+        world = Search()
         world.bindings.cells += cells
         found = cls(world)
         found.rest = [(world.bindings, contents)]
@@ -152,18 +140,6 @@ class Snapshot:
     def _replace(self, others: dict[int, Any]) -> None:
         self.then = self.then.with_values([other(one, others) for one in self.then.values])
         self.rest = [(one, with_others(before, others)) for one, before in self.rest]
-
-    def is_here(self) -> bool:
-        """Return whether a call of the same code that begins now would have the same snapshot, and may share it."""
-        return (
-            self.lasts
-            and [*map(flags_of, self.watched)] == self.flags
-            # `torch.utils.swap_tensors` exchanges the dicts of tensors.
-            and not any(map(is_not, map(_attributes, self.watched), self._attributes))
-            and self.then.are_here()
-            and all(one.is_same(before) for one, before in self.rest)
-            and all(len(one) > LONG for one in self._tables)  # else they would be followed now
-        )
 
     @property
     def containers(self) -> frozenset[int]:
@@ -214,7 +190,6 @@ class Snapshot:
             pairs = zip(self.watched, self.flags, strict=True)
             self.flags = [flags_of(new[id(one)]) if id(one) in new else flag for one, flag in pairs]
             self.watched = [new.get(id(one), one) for one in self.watched]
-            self._attributes = [*map(_attributes, self.watched)]
 
     def words(self, error: WrittenError, name: str | None, region: str) -> str:
         """Return the message for a tensor that was written since and is read.
@@ -314,4 +289,4 @@ def _module_of(one: object) -> str:
 _PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
 
 # The snapshot of a call that reaches nothing that could have state.
-NOTHING = Snapshot(World())
+NOTHING = Snapshot(Search())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sized
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import ClassCode
-from torchremat.state.containers import Dict
+from torchremat.state.containers import Dict, Dicts
 from torchremat.state.holders import Bindings, Holder
 from torchremat.state.leaves import WatchedShard
 
@@ -24,7 +27,19 @@ LEADS_NOWHERE: set[type] = {
 }  # fmt: skip
 
 
-class World:
+class Contents(NamedTuple):
+    """What a world holds at one moment.
+
+    Attributes:
+        then: The contents of its dicts.
+        rest: The other holders, each with its contents.
+    """
+
+    then: Dicts
+    rest: list[tuple[Holder, Any]]
+
+
+class World(ABC):
     """Everything that can be reached from some roots.
 
     Attributes:
@@ -34,20 +49,56 @@ class World:
         tensors: The tensors that count their versions. The recompute of a region is told if one was written.
         modules: Each module once.
         roots: The modules among the roots themselves.
-        optimizers: Each optimizer once.
-        proxied: The targets of weak proxies that were met whole; they are not followed.
         generators: torch's random generators.
         state: Tensors without grad that a module holds by name and may write to, other than parameters.
         loose: Tensors without grad elsewhere.
         named: By id, the tensors inside of the objects that the user has named.
-        tables: Containers that were not followed, being long.
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
         passes_versions: Whether some code may write to a tensor past its version counter.
-        runs_code: Whether some user code may change an object that it reaches, or flip a global switch.
+        is_inert: Whether the call can change nothing that was reached, since only torch's modules run in it.
+    """
 
-    While roots are followed:
+    __slots__ = (
+        "bindings", "dicts", "generators", "loose", "modules", "named", "passes_versions", "rest", "roots",
+        "sets_generators", "shards", "state", "tensors", "waits",
+    )  # fmt: skip
+
+    is_inert: bool
+
+    def __init__(self) -> None:
+        self.dicts: list[Dict] = []
+        self.rest: list[Holder] = []
+        self.bindings = Bindings()
+        self.tensors: list[Tensor] = []
+        self.modules: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.state: list[tuple[nn.Module, str, Tensor]] = []
+        self.loose: list[Tensor] = []
+        self.named: set[int] = set()
+        self.shards: list[WatchedShard] = []
+        self.waits = False
+        self.sets_generators = False
+        self.passes_versions = False
+
+    @abstractmethod
+    def read(self) -> Contents:
+        """Return its contents now, or as they have just been read."""
+
+
+class Search(World):
+    """The search for everything that can be reached from some roots, and what it has found so far.
+
+    Attributes:
+        optimizers: Each optimizer once.
+        proxied: The targets of weak proxies that were met whole; they are not followed.
+        partials: Each `functools.partial` once.
+        tables: Containers that were not followed, being long.
+        namespaces: The Python modules of whose names those are followed that code reads as attributes.
+        imports: The names of Python modules that code imports when it runs.
+        runs_code: Whether some user code may change an object that it reaches, or flip a global switch.
         pending: The objects still to be followed.
         seen: By id, the objects that were followed, or must not be.
         met: Modules whose tables are still to be followed.
@@ -64,30 +115,19 @@ class World:
     """
 
     __slots__ = (
-        "asked", "bindings", "called", "classes", "dicts", "files", "generators", "has_cached", "homes", "in_file",
-        "is_argument", "is_named", "is_whole", "leaves_iterators", "loose", "met", "methods", "modules", "named",
-        "optimizers", "passes_versions", "pending", "proxied", "rest", "roots", "runs_code", "seen",
-        "sets_generators", "shards", "state", "tables", "tensors", "waits",
+        "asked", "called", "classes", "files", "has_cached", "homes", "imports", "in_file", "is_argument", "is_named",
+        "is_whole", "leaves_iterators", "met", "methods", "namespaces", "optimizers", "partials", "pending", "proxied",
+        "runs_code", "seen", "tables",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.dicts: list[Dict] = []
-        self.rest: list[Holder] = []
-        self.bindings = Bindings()
-        self.tensors: list[Tensor] = []
-        self.modules: list[nn.Module] = []
-        self.roots: list[nn.Module] = []
+        super().__init__()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.proxied: list[object] = []
-        self.generators: list[torch.Generator] = []
-        self.state: list[tuple[nn.Module, str, Tensor]] = []
-        self.loose: list[Tensor] = []
-        self.named: set[int] = set()
+        self.partials: list[functools.partial[object]] = []
         self.tables: list[Sized] = []
-        self.shards: list[WatchedShard] = []
-        self.waits = False
-        self.sets_generators = False
-        self.passes_versions = False
+        self.namespaces: list[types.ModuleType] = []
+        self.imports: list[str] = []
         self.runs_code = False
         self.seen: set[int] = set()
         self.pending: list[object] = []
@@ -105,26 +145,28 @@ class World:
         self.is_named = False
         self.is_whole = False
 
-    def end(self) -> None:
-        """Add the parts that depend on everything reached."""
+    @property
+    def is_inert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the call can change nothing that was reached, since only torch's modules run in it."""
+        rest = [one for one in self.rest if one is not self.bindings]
+        reached = rest or self.loose or self.generators or self.classes or self.shards
+        return not (self.runs_code or reached or any(hooks_of_all_modules))
+
+    def read(self) -> Contents:
+        """End the search, and return the contents of all that it has found."""
         if self.modules:
             self.dicts += hooks_of_all_modules
         if self.bindings:
             self.rest.append(self.bindings)
+        return Contents(Dicts(self.dicts), [(one, one.read()) for one in self.rest])
 
     def skip(self, item: object) -> None:
         """Leave one object alone."""
         self.seen.add(id(item))
 
-    def skip_all_of(self, other: World) -> None:
-        """Leave alone all objects that another world has reached."""
+    def skip_all_of(self, other: Search) -> None:
+        """Leave alone all objects that another search has reached."""
         self.seen |= other.seen
-
-    @property
-    def is_inert(self) -> bool:
-        """Whether the call can change nothing that was reached, since only torch's modules run in it."""
-        reached = self.rest or self.loose or self.generators or self.classes or self.shards
-        return not (self.runs_code or reached or any(hooks_of_all_modules))
 
     def push(self, items: Iterable[object]) -> None:
         """Queue objects to be followed."""

@@ -15,14 +15,14 @@ from torch import nn
 from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import ClassCode, class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
-from torchremat.state.holders import ClassData, ClassValues, contents_of
-from torchremat.state.world import World
+from torchremat.state.holders import ClassData, ClassValues, LaterNames, contents_of
+from torchremat.state.world import Search
 
 # Types that a function may close over without running code by name.
 PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 
 
-def follow_function(world: World, function: types.FunctionType) -> None:
+def follow_function(world: Search, function: types.FunctionType) -> None:
     """Follow a function into its cells, defaults and attributes, and the global names that it reads."""
     own: Dict = function.__dict__
     if WATCHES in own:
@@ -55,14 +55,16 @@ def follow_function(world: World, function: types.FunctionType) -> None:
             _follow_in_file(world, space, reads.names)
     else:
         if reads.imports:
-            _follow_values(world, _imported(space, reads.imports), reads.attributes)
+            names = _imported(space, reads.imports)
+            world.imports += names
+            _follow_values(world, [*map(sys.modules.get, names)], reads.attributes)
         if reads.names:
             _follow_values(world, world.bindings.add_names(space, reads.names), reads.attributes)
     if reads.names or reads.stores:
         world.runs_code = True
 
 
-def _follow_in_file(world: World, space: Dict, names: tuple[str, ...]) -> None:
+def _follow_in_file(world: Search, space: Dict, names: tuple[str, ...]) -> None:
     """Follow what names in a method of a package are bound to, and functions named there, within their file."""
     file = space.get("__name__")
     names = tuple(
@@ -78,7 +80,7 @@ def _follow_in_file(world: World, space: Dict, names: tuple[str, ...]) -> None:
         world.pending += values
 
 
-def _follow_values(world: World, values: list[object], attributes: Set[str]) -> None:
+def _follow_values(world: Search, values: list[object], attributes: Set[str]) -> None:
     """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
     values = [*values]
     seen: set[int] = set()
@@ -99,10 +101,12 @@ def _follow_values(world: World, values: list[object], attributes: Set[str]) -> 
             # Its own names are no state, but random numbers are: `numpy.random.rand` is bound to a generator.
             values += [value for value in map(space.get, wanted) if isinstance(value, _LEADS_ON)]
         else:
+            world.namespaces.append(one)
+            world.rest.append(LaterNames(space))
             values += world.bindings.add_names(space, tuple(wanted))
 
 
-def _follow_names(world: World, kind: type, attributes: Set[str]) -> None:
+def _follow_names(world: Search, kind: type, attributes: Set[str]) -> None:
     """Follow the values that a class of a package has under some names, as a class of options has."""
     for one in kind.__mro__:
         names = tuple(attributes & vars(one).keys()) if is_installed(one.__module__) else ()
@@ -117,23 +121,23 @@ def _is_file(kind: type) -> bool:
     return kind is types.ModuleType or is_library(kind.__module__) or is_installed(kind.__module__)
 
 
-def _imported(space: Dict, imports: tuple[tuple[str, int], ...]) -> list[object]:
-    """Return the Python modules that code imports when it runs, as far as they are there."""
-    found: list[object] = []
+def _imported(space: Dict, imports: tuple[tuple[str, int], ...]) -> list[str]:
+    """Return the names of the Python modules that code imports when it runs."""
+    found: list[str] = []
     for name, dots in imports:
         with suppress(ImportError):  # of a relative import, in code that belongs to no package
             full = resolve_name("." * dots + name, space.get("__package__")) if dots else name
             parts = full.split(".")
-            found += [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
+            found += [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return found
 
 
-def follow_file(world: World, file: types.ModuleType) -> None:
+def follow_file(world: Search, file: types.ModuleType) -> None:
     """Follow a Python module that was met otherwise: the names that some code reads as attributes are followed."""
     world.files.append(file)
 
 
-def follow_files(world: World) -> None:
+def follow_files(world: Search) -> None:
     """Follow those names of the Python modules met that some code names."""
     if len(world.called) > world.asked:
         world.asked = len(world.called)
@@ -143,18 +147,18 @@ def follow_files(world: World) -> None:
 _LEADS_ON = (types.ModuleType, types.MethodType, types.BuiltinMethodType)
 
 
-def follow_builtin(world: World, builtin: types.BuiltinMethodType) -> None:
+def follow_builtin(world: Search, builtin: types.BuiltinMethodType) -> None:
     """Follow a method of an object in C, as `list.append`, to its object."""
     world.push([builtin.__self__])
 
 
-def follow_method(world: World, method: types.MethodType) -> None:
+def follow_method(world: Search, method: types.MethodType) -> None:
     """Follow a bound method to its object and its function."""
     world.runs_code = True
     world.pending += (method.__func__, method.__self__)  # first the object, whose file its class tells
 
 
-def follow_class(world: World, kind: type) -> None:
+def follow_class(world: Search, kind: type) -> None:
     """Follow a user class into its own data, and note that its methods may be called."""
     if kind not in world.classes and not is_library_class(kind):
         if is_installed(kind.__module__) and not issubclass(kind, nn.Module):
@@ -175,7 +179,7 @@ def follow_class(world: World, kind: type) -> None:
                 world.pending += values
 
 
-def follow_methods(world: World) -> None:
+def follow_methods(world: Search) -> None:
     """Follow the methods of the classes met that always run; if none is left, those that some code may name.
 
     A name says little: `x.to` may mean that of any class. So these methods of a package are followed within their file;
