@@ -216,11 +216,11 @@ class Dicts:
         """The dicts."""
         return [*self._dicts, *self._empty]
 
-    def now(self) -> Dicts | None:
-        """Return the same dicts with their current values, None if they have other keys now."""
+    def current(self) -> list[Any] | None:
+        """Return their current values, None if they have other keys now."""
         if any(self._empty) or [*map(size_of, self._dicts)] != self._sizes or not self._has_keys():
             return None
-        return self.with_values([*chain.from_iterable(self._value_views)])
+        return [*chain.from_iterable(self._value_views)]
 
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""

@@ -25,14 +25,14 @@ from contextlib import suppress
 from functools import partial
 from gc import is_tracked
 from itertools import chain, compress, repeat
-from operator import attrgetter, call
+from operator import attrgetter, call, is_not
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
 from torchremat._compat.modules import hooks_of_all_modules
-from torchremat.state.containers import Dict, Dicts, size_of
+from torchremat.state.containers import MUTABLE, Dict, Dicts, size_of, values_of
 from torchremat.state.following.objects import LONG, tables_of
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import Bindings, ClassData, ClassValues, Container, Holder, LaterNames, Slots, ThreadLocal, attribute_of
@@ -70,12 +70,12 @@ class _Reading(World):
 
     __slots__ = ("all", "is_inert", "late", "seen", "shape", "then")
 
-    def __init__(self, then: Dicts) -> None:
+    def __init__(self, then: Dicts, seen: list[Any]) -> None:
         super().__init__()
         self.then = then
-        self.dicts = [*then.dicts]
+        self.dicts = then.dicts
         self.all: list[tuple[Holder, Any]] = []
-        self.seen = [*then.values]
+        self.seen = seen
         self.shape: list[Any] = []
         self.late = Bindings()
 
@@ -166,7 +166,7 @@ class Structure:
         "_aliases", "_atoms", "_classes", "_dicts", "_ended", "_foreign", "_functions", "_generators", "_held", "_ids",
         "_imports", "_is_inert", "_locals", "_loose", "_modules", "_names", "_namespaces", "_objects", "_others",
         "_owners", "_passes_versions", "_plain", "_refs", "_roots", "_rounds", "_sets_generators", "_shape", "_slotted", "_space_of",
-        "_spaces", "_state", "_tables", "_tensors",
+        "_spaces", "_state", "_tables", "_tensors", "_values",
     )  # fmt: skip
 
     def __init__(self, world: Search, ended: Callable[[object], None]) -> None:
@@ -265,8 +265,16 @@ class Structure:
         dicts += [one.keywords for one in world.partials if self._hold(one)]
         if world.modules:
             dicts += hooks_of_all_modules
-        self._held = {*map(id, dicts)}
-        return Dicts(dicts).with_values([])
+        names = [one.__dict__.get("_non_persistent_buffers_set") for one in world.modules]
+        self._held = {*map(id, dicts), *(id(one) for one in names if one is not None)}
+        each = {id(one): one for one in dicts}
+        plain = {key for key, own in each.items() if all(map(self._is_held, values_of(own)))}
+        first = Dicts([own for key, own in each.items() if key in plain])
+        self._values = first.values
+        return first.with_more(Dicts([own for key, own in each.items() if key not in plain])).with_values([])
+
+    def _is_held(self, one: object) -> bool:
+        return id(one) in self._held or _is_atom(one)
 
     def _find_rest(self, world: Search, reading: _Reading) -> None:
         """Find the places of the objects that cannot be held weakly."""
@@ -354,10 +362,10 @@ class Structure:
 
     def _begun(self) -> _Reading | None:
         """Read what is held weakly, and its dicts; return None if they have other names."""
-        then = self._dicts.now()
-        if then is None:
+        values = self._dicts.current()
+        if values is None or (any(map(is_not, self._values, values)) and not self._differ_plainly(values)):
             return None
-        world = _Reading(then)
+        world = _Reading(self._dicts.with_values(values), values[len(self._values) :])
         world.is_inert, world.sets_generators = self._is_inert, self._sets_generators
         world.passes_versions = self._passes_versions
         world.modules, world.generators = [*map(call, self._modules)], [*map(call, self._generators)]
@@ -383,6 +391,14 @@ class Structure:
             world.all.append((LaterNames(vars(one())), {}))
         return world
 
+    def _differ_plainly(self, values: list[Any]) -> bool:
+        """Return whether only numbers and strings differ in the dicts that hold nothing else."""
+        pairs = zip(self._values, values, strict=False)
+        if not all(one is before or (_is_atom(before) and _is_atom(one)) for before, one in pairs):
+            return False
+        self._values = values[: len(self._values)]
+        return True
+
     def _read_round(self, reading: _Reading, found: _Round) -> bool:
         """Read objects that are found again; return whether they are of the same types."""
         items = [reading.seen[place] for place in found.places]
@@ -403,16 +419,18 @@ class Structure:
     def _end(self, reading: _Reading) -> None:
         """Add what depends on all that was read."""
         seen, shape = reading.seen, reading.shape
-        tensors = reading.tensors = [seen[place] for place in self._tensors]
-        reading.state = [(reading.modules[number], name, tensors[one]) for number, name, one in self._state]
-        reading.loose = [tensors[number] for number in self._loose]
-        reading.read_attributes([*map(_attributes, tensors)])
-        shape += ([*map(id, map(type, tensors))], [*map(_requires_grad, tensors)])
+        if self._tensors:
+            tensors = reading.tensors = [seen[place] for place in self._tensors]
+            reading.read_attributes([*map(_attributes, tensors)])
+            shape += ([*map(id, map(type, tensors))], [*map(_requires_grad, tensors)])
+            reading.state = [(reading.modules[number], name, tensors[one]) for number, name, one in self._state]
+            reading.loose = [tensors[number] for number in self._loose]
         if reading.late:
             reading.all.append((reading.late, reading.late.read()))
-        shape.append([len(vars(one())) for one in self._namespaces])
-        shape.append([*map(id, map(sys.modules.get, self._imports))])
-        shape.append([len(seen[place]) > LONG for place in self._tables])
+        if self._namespaces or self._imports or self._tables:
+            shape.append([len(vars(one())) for one in self._namespaces])
+            shape.append([*map(id, map(sys.modules.get, self._imports))])
+            shape.append([len(seen[place]) > LONG for place in self._tables])
 
     def _agrees(self, seen: list[Any]) -> bool:
         """Return whether the objects that were seen are the same, but for what is plain."""
@@ -442,7 +460,7 @@ def _is_atom(one: object) -> bool:
         return True
     if type(one) is tuple:
         return all(map(_is_atom, cast("tuple[object, ...]", one)))
-    return not is_tracked(one) and not _is_weak(one)
+    return not (is_tracked(one) or issubclass(type(one), MUTABLE) or _is_weak(one))
 
 
 def _space_of(owner: Any) -> Dict:
