@@ -48,7 +48,7 @@ def run_again(
     if context:
         for variable, value in call.context.items():
             if type(value) in COPIED and value is not _EMPTY and not is_compilers(variable):
-                own = copies.of(value, call.world.containers)
+                own = copies.of(value, call.world.restores)
                 if own is not value:
                     context.run(variable.set, own)
     now = thread.now

@@ -131,23 +131,23 @@ class ContainerCopies(dict[int, tuple[object, object, object]]):
 
     __slots__ = ()
 
-    def of(self, value: object, but: Set[int] = frozenset()) -> object:
-        """Return the copy of a value; itself if it is no container, in `but` by id, or a tuple of such."""
+    def of(self, value: object, is_left: Callable[[object], bool]) -> object:
+        """Return the copy of a value; itself if it is no container, `is_left` says so, or it is a tuple of such."""
         if type(value) is tuple:
             each = cast("tuple[object, ...]", value)
-            made = tuple(self.of(one, but) for one in each)
+            made = tuple(self.of(one, is_left) for one in each)
             return made if any(a is not b for a, b in zip(each, made, strict=True)) else value
-        if type(value) not in _BUILT_IN or id(value) in but:
+        if type(value) not in _BUILT_IN or is_left(value):
             return value
         if id(value) not in self:
             new = copy(value)
             self[id(value)] = value, new, None  # before its contents, which may refer back to it
             if isinstance(new, dict):
                 for key, one in cast("Dict", new).items():
-                    new[key] = self.of(one, but)
+                    new[key] = self.of(one, is_left)
             elif isinstance(new, list | deque):
                 for place, one in enumerate(cast("list[object]", new)):
-                    new[place] = self.of(one, but)
+                    new[place] = self.of(one, is_left)
             self[id(value)] = value, new, copied(new)
         return self[id(value)][1]
 
@@ -204,6 +204,10 @@ class Dicts:
         new = copy(self)
         new.values = values
         return new
+
+    def with_others(self, others: Mapping[int, object]) -> Dicts:
+        """Return the same dicts with some values replaced, by id."""
+        return self.with_values([other(one, others) for one in self.values])
 
     def as_now(self, gone: Set[int]) -> Dicts:
         """Return the same dicts with the current values in place of those in `gone`, by id."""

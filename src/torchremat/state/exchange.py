@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchremat.ambient.global_state import EXCHANGING
-from torchremat.state.containers import Dicts, other, with_others
-from torchremat.state.holders import Holder
+from torchremat.state.contents import Contents
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
 from torchremat.state.reading import WrittenTensors
 from torchremat.state.snapshot import Snapshot
@@ -33,8 +32,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside", "_flags", "_hooks", "_now", "_rest", "_snapshot", "_stack", "_then", "_without_gradients", "written",
-        "wrote",
+        "_aside", "_flags", "_hooks", "_now", "_snapshot", "_stack", "_then", "_without_gradients", "written", "wrote",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, *, without_gradients: bool = False) -> None:
@@ -50,8 +48,7 @@ class Exchange:
             # Another thread may have shown its recompute other contents until now.
             if self._is_today():
                 return
-            self._now = Dicts(snapshot.dicts)
-            self._rest = [(one, one.read()) for one, _ in snapshot.rest]
+            self._now = snapshot.contents.now()
             self._stack = ExitStack()
             try:
                 self._show(self._stack)
@@ -67,23 +64,17 @@ class Exchange:
         self.written = _NONE
         if now != snapshot.flags or snapshot.shards or snapshot.past_versions:
             self.written = snapshot.written_since(now)
-        self._then = then, rest = self._what_was()
-        if now != snapshot.flags or snapshot.guarded or self._without_gradients or not then.are_here() or _differ(rest):
+        self._now = self._then = then = self._what_was()
+        if now != snapshot.flags or snapshot.guarded or self._without_gradients or not then.are_here():
             return False
-        self._now, self._rest = then, rest
         return not (_shown and _is_shown_elsewhere(snapshot))
 
-    def _what_was(self) -> tuple[Dicts, list[tuple[Holder, Any]]]:
-        """Return the contents that the forward saw, with the stand-ins that a recompute is shown for some tensors."""
+    def _what_was(self) -> Contents:
+        """Return what the forward saw, with the stand-ins that a recompute is shown for some tensors."""
         snapshot = self._snapshot
-        then, rest = snapshot.then, snapshot.rest
         if snapshot.backups is None and not snapshot.graphed:
-            return then, rest
-        shown = self._shown()
-        if not shown:
-            return then, rest
-        then = then.with_values([other(one, shown) for one in then.values])
-        return then, [(one, with_others(before, shown)) for one, before in rest]
+            return snapshot.contents
+        return snapshot.contents.with_others(self._shown())
 
     def _shown(self) -> dict[int, Any]:
         """Return the stand-ins that a recompute is shown, by the ids of the objects they replace."""
@@ -106,14 +97,9 @@ class Exchange:
     def _show(self, stack: ExitStack) -> None:
         snapshot = self._snapshot
         stack.enter_context(EXCHANGING)
-        then, rest = self._then
         changed: set[int] = set()
         stack.enter_context(_showing(changed))
-        changed |= then.write()
-        for one, before in rest:
-            if not one.is_same(before):
-                one.write(before)
-                changed.add(id(one.item))
+        changed |= self._then.write()
         for tensor, (_, flag), (_, had) in zip(snapshot.watched, snapshot.flags, self._flags, strict=True):
             if flag is not had and tensor.is_leaf:
                 tensor.requires_grad_(flag)
@@ -149,7 +135,6 @@ class Exchange:
             or self._hooks is not None
             or [*map(flags_of, tensors)] != self._flags
             or copied_hooks(tensors) is not None
-            or _differ(self._rest)
         )
 
     def _put_back(self) -> None:
@@ -158,15 +143,7 @@ class Exchange:
             if flag is not had and tensor.is_leaf:
                 tensor.requires_grad_(had)
         put_hooks_back(tensors, self._hooks)
-        if not self._now.are_here():
-            self._now.write()
-        for one, before in self._rest:
-            if not one.is_same(before):
-                one.write(before)
-
-
-def _differ(rest: list[tuple[Holder, Any]]) -> bool:
-    return any(not one.is_same(before) for one, before in rest)
+        self._now.write()
 
 
 # By thread, the ids of the objects that its exchanges have changed for now.

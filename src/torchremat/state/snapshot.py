@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import repeat
+from operator import attrgetter, is_
 from types import CellType, FunctionType
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
-from torchremat.state.containers import Dict, Dicts, other, with_others
+from torchremat.state.containers import Dict
+from torchremat.state.contents import Contents
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
@@ -71,8 +73,8 @@ class Snapshot:
         is_inert: Whether the call can change nothing in it.
 
     The state that an `Exchange` shows, and compares with the current one:
-        dicts: The dicts that were reached; `then` is their contents.
-        rest: The other holders, each with its contents.
+        contents: What was held then.
+        dicts: The dicts among the holders.
         watched: The tensors, with an alias without graph for one that has a graph; `flags` are their versions and their
             `requires_grad`.
         shards: The parameters that FSDP2 manages.
@@ -82,13 +84,12 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "dicts", "flags", "generators", "graphed",
-        "guarded", "is_inert", "modules", "named", "past_versions", "rest", "roots", "shards", "then", "waits",
-        "watched",
+        "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "contents", "dicts", "flags", "generators",
+        "graphed", "guarded", "is_inert", "modules", "named", "past_versions", "roots", "shards", "waits", "watched",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
-        self.then, self.rest = world.read()
+        self.contents = world.read()
         self.modules = world.modules
         self.roots = world.roots
         self.generators = world.generators
@@ -125,7 +126,7 @@ class Snapshot:
         world = Search()
         world.bindings.cells += cells
         found = cls(world)
-        found.rest = [(world.bindings, contents)]
+        found.contents.rest = [(world.bindings, contents)]
         return found
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
@@ -138,13 +139,17 @@ class Snapshot:
         self._replace(self.graphed)
 
     def _replace(self, others: dict[int, Any]) -> None:
-        self.then = self.then.with_values([other(one, others) for one in self.then.values])
-        self.rest = [(one, with_others(before, others)) for one, before in self.rest]
+        self.contents = self.contents.with_others(others)
 
     @property
     def containers(self) -> frozenset[int]:
         """The ids of the containers that are restored."""
-        return frozenset([*map(id, self.dicts), *(id(one.item) for one, _ in self.rest)])
+        return frozenset([*map(id, self.dicts), *(id(one.item) for one, _ in self.contents.rest)])
+
+    def restores(self, container: object) -> bool:
+        """Return whether a container is one of these."""
+        rest = self.contents.rest
+        return any(map(is_, self.dicts, repeat(container))) or any([one.item is container for one, _ in rest])
 
     @property
     def has_shards(self) -> bool:
@@ -237,20 +242,19 @@ class Snapshot:
         """
         if self.waits:
             return
-        shown: dict[int, Any] = {id(one): one.shown() for one in self.graphed.values()}
         gone = {id(one) for one in self.graphed.values() if one.is_gone}
-        then = self.then.as_now(gone) if gone else self.then
-        then = then.with_values([other(one, shown) for one in then.values]) if shown else then
-        if not then.are_here():
+        then = self.contents.dicts.as_now(gone) if gone else self.contents.dicts
+        kept = [pair for pair in self.contents.rest if not (gone and _holds(pair[1], gone))]
+        contents = Contents(then, kept).with_others({id(one): one.shown() for one in self.graphed.values()})
+        if not contents.dicts.are_here():
             ours = [(own, _ours(own)) for own in self.dicts]
-            then.write()
+            contents.dicts.write()
             for own, now in ours:
                 for key in _ours(own).keys() - now.keys():
                     dict.__delitem__(own, key)
                 dict.update(own, now)  # some classes have an `update` that refuses
-        for one, before in self.rest:
-            if not (gone and isinstance(before, list | deque) and any(id(value) in gone for value in before)):
-                one.write(with_others(before, shown) if shown else before)
+        for one, before in contents.rest:
+            one.write(before)
         for one, flag in self._leaves:
             if one.requires_grad is not flag and one.is_leaf:
                 one.requires_grad_(flag)
@@ -274,6 +278,10 @@ class Snapshot:
                     found[id(tensor)] = error
             one.check_gathered()
         return found
+
+
+def _holds(contents: object, gone: Set[int]) -> bool:
+    return isinstance(contents, list | deque) and any(id(one) in gone for one in cast("list[object]", contents))
 
 
 def _ours(own: Dict) -> Dict:

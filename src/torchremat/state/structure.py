@@ -33,10 +33,11 @@ from torch import Tensor, nn
 
 from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.state.containers import MUTABLE, Dict, Dicts, size_of, values_of
+from torchremat.state.contents import Contents
 from torchremat.state.following.objects import LONG, tables_of
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import Bindings, ClassData, ClassValues, Container, Holder, LaterNames, Slots, ThreadLocal, attribute_of
-from torchremat.state.world import LEADS_NOWHERE, Contents, Search, World
+from torchremat.state.world import LEADS_NOWHERE, Search, World
 
 
 class _Round(NamedTuple):

@@ -6,7 +6,6 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sized
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import ClassCode
 from torchremat.state.containers import Dict, Dicts
+from torchremat.state.contents import Contents
 from torchremat.state.holders import Bindings, Holder
 from torchremat.state.leaves import WatchedShard
 
@@ -25,18 +25,6 @@ LEADS_NOWHERE: set[type] = {
     type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.CodeType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, object, property,
 }  # fmt: skip
-
-
-class Contents(NamedTuple):
-    """What a world holds at one moment.
-
-    Attributes:
-        then: The contents of its dicts.
-        rest: The other holders, each with its contents.
-    """
-
-    then: Dicts
-    rest: list[tuple[Holder, Any]]
 
 
 class World(ABC):

@@ -1,0 +1,48 @@
+"""The contents of all that a world holds at one moment: what is compared, put in the place of others, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchremat.state.containers import Dicts, with_others
+from torchremat.state.holders import Holder
+
+
+class Contents:
+    """What many holders hold at one moment.
+
+    Attributes:
+        dicts: The contents of dicts.
+        rest: The other holders, each with its contents.
+    """
+
+    __slots__ = ("dicts", "rest")
+
+    def __init__(self, dicts: Dicts, rest: list[tuple[Holder, Any]]) -> None:
+        self.dicts = dicts
+        self.rest = rest
+
+    def are_here(self) -> bool:
+        """Return whether the same is held now, the very objects in the same places."""
+        return self.dicts.are_here() and all([one.is_same(before) for one, before in self.rest])
+
+    def now(self) -> Contents:
+        """Return what the same holders hold now."""
+        return Contents(Dicts(self.dicts.dicts), [(one, one.read()) for one, _ in self.rest])
+
+    def write(self) -> set[int]:
+        """Let the holders hold it again; return the ids of the objects that had changed."""
+        changed = set[int]() if self.dicts.are_here() else self.dicts.write()
+        for one, before in self.rest:
+            if not one.is_same(before):
+                one.write(before)
+                changed.add(id(one.item))
+        return changed
+
+    def with_others(self, others: Mapping[int, object]) -> Contents:
+        """Return the same with some objects replaced, by id."""
+        if not others:
+            return self
+        rest = [(one, with_others(before, others)) for one, before in self.rest]
+        return Contents(self.dicts.with_others(others), rest)
