@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distributed.comparing import compare, held
 from distributed.data_parallel import run_of_calls
 from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied_inside, twice
-from probes.regions import Backups, Search, reach
+from probes.regions import Backups, Reaching, reach
 from torchremat import MutationError, UnsupportedError, checkpoint, session, wrap
 
 # Two rounds of a forward and a recompute each.
@@ -189,7 +189,7 @@ def buffers_that_do_not_change_are_not_copied():
     sharded(wrapped(model))
     model(batch(dist.get_rank(), 0)).sum().backward()  # the first forward looks at all of them
 
-    world = Search()
+    world = Reaching()
     reach(world, [layer])
     backups = Backups(world)
     assert not any(one.name == "table" for one in backups._all)

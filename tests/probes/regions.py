@@ -22,6 +22,6 @@ from torchremat.state.backups import Backups
 from torchremat.state.containers import Dicts
 from torchremat.state.following import objects
 from torchremat.state.reach import reach
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.graphs import nodes_of, slots_of
 from torchremat.tensors.held import holding

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from logs import Count
-from probes.regions import Backups, Search, reach
+from probes.regions import Backups, Reaching, reach
 from regions.comparing import equal, leaf, same
 from torchremat import Host, MutationError, checkpoint, checkpointed, extend, wrap
 
@@ -52,7 +52,7 @@ def by_global_name(x):
 
 
 def reached(*roots):
-    world = Search()
+    world = Reaching()
     reach(world, roots)
     return world
 
@@ -620,7 +620,7 @@ def test_of_an_installed_package_no_more_is_reached_than_what_a_forward_may_meet
     # From file to file its code leads to a thousand functions, of which each region looked at all: 10 ms a call.
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=8, n_positions=8)
     block = GPT2LMHeadModel(config).transformer.h[0]
-    world = Search()
+    world = Reaching()
 
     reach(world, [block])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from probes.regions import Search, reach
+from probes.regions import Reaching, reach
 from regions.comparing import leaf, same
 from torchremat import checkpoint
 
@@ -184,7 +184,7 @@ def test_another_file_of_a_package(where, package):
 
 def test_a_method_of_a_package_that_need_not_run_leads_through_its_own_file_alone(package):
     # `x.to` means the `to` of every model, which led through half of what is installed, and to code that names `data`.
-    layer, world = import_module("package_of_handlers.layers").Layer(4, 4), Search()
+    layer, world = import_module("package_of_handlers.layers").Layer(4, 4), Reaching()
 
     reach(world, [layer])
 

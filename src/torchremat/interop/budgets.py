@@ -43,7 +43,7 @@ from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.training.fitting import Fitted, fit_with
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.structure import tensors_in
 
@@ -327,7 +327,7 @@ def _again(batch: object) -> object:
 def _kept(holders: Sequence[object]) -> Generator[None]:
     """Restore the contents of the framework's objects after the block; other code restores models and tensors."""
     owned = [vars(holder) for holder in holders]
-    world = Search()
+    world = Reaching()
     for own in owned:
         for value in own.values():
             if isinstance(value, nn.Module | Tensor | torch.optim.Optimizer):

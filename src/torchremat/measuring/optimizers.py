@@ -22,7 +22,7 @@ from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.state.optimizer_steps import before_each_step
 from torchremat.state.reach import reach
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.metadata import version_of
 
 Optimizer = torch.optim.Optimizer
@@ -41,7 +41,7 @@ def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
 
 def optimizers_in(item: object) -> list[Optimizer]:
     """Return the optimizers reachable from an object, without itself."""
-    world = Search()
+    world = Reaching()
     reach(world, [item], are_whole=True)
     return [one for one in world.optimizers if one is not item]
 

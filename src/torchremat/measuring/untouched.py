@@ -45,7 +45,7 @@ from torchremat.measuring.storages import storages_in
 from torchremat.measuring.writes import Known, Looking, Writes, hooked, tensors_of
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.copies import same_bits
 from torchremat.tensors.parts import bytes_of, is_wrapper
 from torchremat.tensors.versioned import Versioned
@@ -72,7 +72,7 @@ class StateBefore:
     def __init__(
         self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, tensors: Sequence[Tensor]
     ) -> None:
-        self.world = world = Search()
+        self.world = world = Reaching()
         hooks = communication_hooks(models)
         reach(world, [*hooks, *([] if optimizer is None else [optimizer])], are_whole=True)
         reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer, and run its hooks
@@ -138,7 +138,7 @@ def untouched(
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     before = before or StateBefore(models, optimizer, tensors)
     world, modules, leaves = before.world, before.world.modules, before.leaves
-    beside = Search()
+    beside = Reaching()
     beside.leaves_iterators = True
     beside.skip_all_of(world)
     reach(beside, [] if step is None else [step])

@@ -40,7 +40,7 @@ from torchremat.regions.selective.op_info import OpInfo, op_info_of
 from torchremat.state.backups import SMALL_BYTES
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.stores.parameter_moves import memory_watched
 from torchremat.stores.stored_parameters import StoredParameter, parameter_in
 from torchremat.tensors.copies import same_bits
@@ -116,7 +116,7 @@ class Writes:
 
     def __init__(
         self,
-        worlds: Sequence[Search],
+        worlds: Sequence[Reaching],
         buffers: Iterable[Tensor],
         hooked: Sequence[Tensor],
         *,
@@ -302,7 +302,7 @@ def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
                 found[id(leaf)] = leaf
                 hooks += own
     if hooks:
-        world = Search()
+        world = Reaching()
         reach(world, hooks, are_whole=True)
         shapes = {one.shape for one in found.values()}
         found.update((id(one), one) for one in world.tensors if one.shape in shapes)
@@ -311,7 +311,7 @@ def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 def tensors_of(hooks: Sequence[object]) -> list[Tensor]:
     """Return the tensors that communication hooks keep, which they write in threads where no mode sees it."""
-    world = Search()
+    world = Reaching()
     reach(world, hooks, are_whole=True)
     return world.loose
 

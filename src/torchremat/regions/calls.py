@@ -26,9 +26,9 @@ from torchremat.state.naming import name_of
 from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
+from torchremat.state.roots import root_of
 from torchremat.state.snapshot import NOTHING, Snapshot
-from torchremat.state.structure import root_of
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
 
@@ -132,7 +132,7 @@ class Call:
             self.world, self.is_pure = Snapshot(known), known.is_inert
             self.sets_generators = known.sets_generators
         else:
-            world = Search()
+            world = Reaching()
             for one in guard:
                 if looks_after_itself(one):
                     world.skip(one)

@@ -22,7 +22,7 @@ from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, 
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
-from torchremat.state.structure import Rooted
+from torchremat.state.roots import Rooted
 from torchremat.stores.offloading import Offload
 
 FORWARD = "forward"

@@ -25,7 +25,7 @@ class Contents:
 
     def are_here(self) -> bool:
         """Return whether the same is held now, the very objects in the same places."""
-        return self.dicts.are_here() and all([one.is_same(before) for one, before in self.rest])
+        return self.dicts.are_here() and all(one.is_same(before) for one, before in self.rest)
 
     def now(self) -> Contents:
         """Return what the same holders hold now."""
@@ -33,7 +33,7 @@ class Contents:
 
     def write(self) -> set[int]:
         """Let the holders hold it again; return the ids of the objects that had changed."""
-        changed = set[int]() if self.dicts.are_here() else self.dicts.write()
+        changed = self.dicts.write()
         for one, before in self.rest:
             if not one.is_same(before):
                 one.write(before)

@@ -8,7 +8,7 @@ from torchremat.state.code import Reads, reads_of
 from torchremat.state.following.code import PASSIVE
 from torchremat.state.holders import contents_of
 from torchremat.state.reach import reach
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 
 _FILES = frozenset({types.ModuleType})
 _PLAIN = PASSIVE | _FILES
@@ -48,7 +48,7 @@ def _are_stateless(code: types.CodeType, files: list[object]) -> bool:
     known = _stateless.get(id(code))
     if known is not None and known[1] == files:
         return True
-    world = Search()
+    world = Reaching()
     world.called |= reads_of(code).attributes
     reach(world, files)
     if world.rest or world.bindings or world.dicts or world.tensors or world.generators:

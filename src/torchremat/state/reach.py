@@ -71,13 +71,13 @@ from torchremat.state.following.objects import (
     watch_tensor,
 )
 from torchremat.state.foreign import FOREIGN
-from torchremat.state.world import LEADS_NOWHERE, Search
+from torchremat.state.world import LEADS_NOWHERE, Reaching
 
-Visit = Callable[[Search, Any], None]
+Visit = Callable[[Reaching, Any], None]
 
 
 def reach(
-    world: Search,
+    world: Reaching,
     items: Iterable[object],
     *,
     are_arguments: bool = False,
@@ -205,6 +205,6 @@ def _classify(kind: type) -> Visit | None:
 
 def tensors_inside(objects: list[object]) -> list[Tensor]:
     """Return the tensors that objects among the arguments of a call hold now."""
-    world = Search()
+    world = Reaching()
     reach(world, objects, are_arguments=True)
     return world.tensors

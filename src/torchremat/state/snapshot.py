@@ -15,13 +15,13 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
-from torchremat.state.containers import Dict
+from torchremat.state.containers import Dict, Dicts
 from torchremat.state.contents import Contents
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.stamps import changed, stamped
-from torchremat.state.world import Search, World
+from torchremat.state.world import Reaching, World
 
 # NOTE [ A snapshot holds no graph ]
 # A module may hold an output of its last call, whose graph holds the region of that call, whose snapshot would hold the
@@ -123,10 +123,10 @@ class Snapshot:
     @classmethod
     def of_cells(cls, cells: Iterable[CellType], contents: list[object]) -> Snapshot:
         """Return the snapshot of a world that consists only of cells, from their contents."""
-        world = Search()
+        world = Reaching()
         world.bindings.cells += cells
         found = cls(world)
-        found.contents.rest = [(world.bindings, contents)]
+        found.contents = Contents(Dicts([]), [(world.bindings, contents)])
         return found
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
@@ -149,7 +149,7 @@ class Snapshot:
     def restores(self, container: object) -> bool:
         """Return whether a container is one of these."""
         rest = self.contents.rest
-        return any(map(is_, self.dicts, repeat(container))) or any([one.item is container for one, _ in rest])
+        return any(map(is_, self.dicts, repeat(container))) or any(one.item is container for one, _ in rest)
 
     @property
     def has_shards(self) -> bool:
@@ -297,4 +297,4 @@ def _module_of(one: object) -> str:
 _PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
 
 # The snapshot of a call that reaches nothing that could have state.
-NOTHING = Snapshot(Search())
+NOTHING = Snapshot(Reaching())

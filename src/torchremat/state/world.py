@@ -76,7 +76,7 @@ class World(ABC):
         """Return its contents now, or as they have just been read."""
 
 
-class Search(World):
+class Reaching(World):
     """The search for everything that can be reached from some roots, and what it has found so far.
 
     Attributes:
@@ -152,7 +152,7 @@ class Search(World):
         """Leave one object alone."""
         self.seen.add(id(item))
 
-    def skip_all_of(self, other: Search) -> None:
+    def skip_all_of(self, other: Reaching) -> None:
         """Leave alone all objects that another search has reached."""
         self.seen |= other.seen
 

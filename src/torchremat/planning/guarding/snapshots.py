@@ -20,7 +20,7 @@ from torchremat.planning.guarding.gradients import Gradients
 from torchremat.state.guarded import looks_after_itself
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.versioned import Versioned
@@ -108,7 +108,7 @@ class StepState:
             self.buffers = Buffers(modules, watched)
         self._random = RandomNumbers()
         self._registered = Captured()
-        world = Search()
+        world = Reaching()
         for one in guard:
             if looks_after_itself(one):
                 world.skip(one)

@@ -17,7 +17,7 @@ from torchremat.measuring.untouched import gradient_leaves, written_back
 from torchremat.optimizing.partial_steps import steps_in_parts
 from torchremat.planning.devices.machines import Machine
 from torchremat.state.reach import reach
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 
 # How many steps show all the state of an optimizer. torch's own optimizers make it in the first step; third-party ones
 # may make some later, like Lookahead at each fifth or sixth step.
@@ -106,7 +106,7 @@ def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Ge
     """
     optimizers = with_wrapped(optimizer)
     leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
-    world = Search()
+    world = Reaching()
     reach(world, [optimizer], are_whole=True)
     # Parameters that do not require grad may also belong to an optimizer: a slow copy, an average.
     held = {id(one): one for one in (*leaves, *world.tensors)}

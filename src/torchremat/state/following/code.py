@@ -16,13 +16,13 @@ from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import ClassCode, class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
 from torchremat.state.holders import ClassData, ClassValues, LaterNames, contents_of
-from torchremat.state.world import Search
+from torchremat.state.world import Reaching
 
 # Types that a function may close over without running code by name.
 PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 
 
-def follow_function(world: Search, function: types.FunctionType) -> None:
+def follow_function(world: Reaching, function: types.FunctionType) -> None:
     """Follow a function into its cells, defaults and attributes, and the global names that it reads."""
     own: Dict = function.__dict__
     if WATCHES in own:
@@ -64,7 +64,7 @@ def follow_function(world: Search, function: types.FunctionType) -> None:
         world.runs_code = True
 
 
-def _follow_in_file(world: Search, space: Dict, names: tuple[str, ...]) -> None:
+def _follow_in_file(world: Reaching, space: Dict, names: tuple[str, ...]) -> None:
     """Follow what names in a method of a package are bound to, and functions named there, within their file."""
     file = space.get("__name__")
     names = tuple(
@@ -80,7 +80,7 @@ def _follow_in_file(world: Search, space: Dict, names: tuple[str, ...]) -> None:
         world.pending += values
 
 
-def _follow_values(world: Search, values: list[object], attributes: Set[str]) -> None:
+def _follow_values(world: Reaching, values: list[object], attributes: Set[str]) -> None:
     """Follow what names in some code are bound to; of Python modules, the names that the code reads as attributes."""
     values = [*values]
     seen: set[int] = set()
@@ -106,7 +106,7 @@ def _follow_values(world: Search, values: list[object], attributes: Set[str]) ->
             values += world.bindings.add_names(space, tuple(wanted))
 
 
-def _follow_names(world: Search, kind: type, attributes: Set[str]) -> None:
+def _follow_names(world: Reaching, kind: type, attributes: Set[str]) -> None:
     """Follow the values that a class of a package has under some names, as a class of options has."""
     for one in kind.__mro__:
         names = tuple(attributes & vars(one).keys()) if is_installed(one.__module__) else ()
@@ -132,12 +132,12 @@ def _imported(space: Dict, imports: tuple[tuple[str, int], ...]) -> list[str]:
     return found
 
 
-def follow_file(world: Search, file: types.ModuleType) -> None:
+def follow_file(world: Reaching, file: types.ModuleType) -> None:
     """Follow a Python module that was met otherwise: the names that some code reads as attributes are followed."""
     world.files.append(file)
 
 
-def follow_files(world: Search) -> None:
+def follow_files(world: Reaching) -> None:
     """Follow those names of the Python modules met that some code names."""
     if len(world.called) > world.asked:
         world.asked = len(world.called)
@@ -147,18 +147,18 @@ def follow_files(world: Search) -> None:
 _LEADS_ON = (types.ModuleType, types.MethodType, types.BuiltinMethodType)
 
 
-def follow_builtin(world: Search, builtin: types.BuiltinMethodType) -> None:
+def follow_builtin(world: Reaching, builtin: types.BuiltinMethodType) -> None:
     """Follow a method of an object in C, as `list.append`, to its object."""
     world.push([builtin.__self__])
 
 
-def follow_method(world: Search, method: types.MethodType) -> None:
+def follow_method(world: Reaching, method: types.MethodType) -> None:
     """Follow a bound method to its object and its function."""
     world.runs_code = True
     world.pending += (method.__func__, method.__self__)  # first the object, whose file its class tells
 
 
-def follow_class(world: Search, kind: type) -> None:
+def follow_class(world: Reaching, kind: type) -> None:
     """Follow a user class into its own data, and note that its methods may be called."""
     if kind not in world.classes and not is_library_class(kind):
         if is_installed(kind.__module__) and not issubclass(kind, nn.Module):
@@ -179,7 +179,7 @@ def follow_class(world: Search, kind: type) -> None:
                 world.pending += values
 
 
-def follow_methods(world: Search) -> None:
+def follow_methods(world: Reaching) -> None:
     """Follow the methods of the classes met that always run; if none is left, those that some code may name.
 
     A name says little: `x.to` may mean that of any class. So these methods of a package are followed within their file;

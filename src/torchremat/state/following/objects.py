@@ -24,14 +24,14 @@ from torchremat.state.following.code import follow_class
 from torchremat.state.foreign import Foreign, ScriptState
 from torchremat.state.holders import Container, Slots, ThreadLocal
 from torchremat.state.leaves import watch
-from torchremat.state.world import LEADS_NOWHERE, Search
+from torchremat.state.world import LEADS_NOWHERE, Reaching
 from torchremat.tensors.parts import attributes_of, is_wrapper
 
 _PARAMETER = frozenset({nn.Parameter})
 _own = cast("Callable[[object], Dict]", attrgetter("__dict__"))
 
 
-def follow_named_tensor(world: Search, module: nn.Module, name: str, tensor: Tensor) -> None:
+def follow_named_tensor(world: Reaching, module: nn.Module, name: str, tensor: Tensor) -> None:
     """Follow a tensor that a module holds by name."""
     if id(tensor) not in world.seen:
         world.seen.add(id(tensor))
@@ -40,7 +40,7 @@ def follow_named_tensor(world: Search, module: nn.Module, name: str, tensor: Ten
         watch_tensor(world, tensor)
 
 
-def follow_tensor(world: Search, tensor: Tensor) -> None:
+def follow_tensor(world: Reaching, tensor: Tensor) -> None:
     """Follow a tensor that is held anywhere else."""
     world.runs_code = True
     if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -48,7 +48,7 @@ def follow_tensor(world: Search, tensor: Tensor) -> None:
     watch_tensor(world, tensor)
 
 
-def watch_tensor(world: Search, tensor: Tensor) -> None:
+def watch_tensor(world: Reaching, tensor: Tensor) -> None:
     """Watch the version of a tensor, and follow its attributes."""
     if world.is_named:
         world.named.add(id(tensor))
@@ -57,7 +57,7 @@ def watch_tensor(world: Search, tensor: Tensor) -> None:
     follow_attributes(world, tensor)
 
 
-def reach_arguments(world: Search, tensors: Iterable[Tensor]) -> None:
+def reach_arguments(world: Reaching, tensors: Iterable[Tensor]) -> None:
     """Reach the attributes and the classes of tensors among the arguments, which are inputs themselves."""
     for tensor in tensors:
         if id(tensor) in world.seen:
@@ -71,7 +71,7 @@ def reach_arguments(world: Search, tensors: Iterable[Tensor]) -> None:
             follow_attributes(world, tensor)
 
 
-def follow_attributes(world: Search, tensor: Tensor) -> None:
+def follow_attributes(world: Reaching, tensor: Tensor) -> None:
     """Follow a tensor into its attributes and its class."""
     own = cast("Dict", tensor.__dict__)
     world.dicts.append(own)
@@ -81,12 +81,12 @@ def follow_attributes(world: Search, tensor: Tensor) -> None:
         follow_class(world, type(tensor))
 
 
-def follow_uninitialized(world: Search, _: object) -> None:
+def follow_uninitialized(world: Reaching, _: object) -> None:
     """Note that a lazy module has not made its parameters yet."""
     world.waits = True
 
 
-def follow_generator(world: Search, generator: torch.Generator) -> None:
+def follow_generator(world: Reaching, generator: torch.Generator) -> None:
     """Note a random generator of torch."""
     world.generators.append(generator)
 
@@ -106,7 +106,7 @@ _COUNT = len(_OF_EVERY_MODULE)
 _HEAP_TYPE = 1 << 9  # set for classes written in Python
 
 
-def follow_partial(world: Search, partial: functools.partial[object]) -> None:
+def follow_partial(world: Reaching, partial: functools.partial[object]) -> None:
     """Follow a partial into its function and its arguments."""
     world.runs_code = True
     world.partials.append(partial)
@@ -114,7 +114,7 @@ def follow_partial(world: Search, partial: functools.partial[object]) -> None:
     follow_dict(world, partial.keywords)
 
 
-def follow_module(world: Search, module: nn.Module) -> None:
+def follow_module(world: Reaching, module: nn.Module) -> None:
     """Follow a module into its attributes, buffers, children and class; `follow_tables` follows its other tables."""
     world.met.append(module)
     own = module.__dict__
@@ -146,7 +146,7 @@ def follow_module(world: Search, module: nn.Module) -> None:
         follow_class(world, kind)
 
 
-def follow_tables(world: Search) -> None:
+def follow_tables(world: Reaching) -> None:
     """Follow the parameters and the hooks of all modules that were met since the last time, in C."""
     modules, world.met = world.met, []
     if not modules:
@@ -185,7 +185,7 @@ def follow_tables(world: Search) -> None:
             world.push(own.values())
 
 
-def _without_shards(world: Search, module: nn.Module, parameters: Dict) -> Dict:
+def _without_shards(world: Reaching, module: nn.Module, parameters: Dict) -> Dict:
     """Watch the shards of a module, whose parameters FSDP swaps in a recompute as in the forward."""
     if not (parameters and is_managed(module)):
         world.dicts.append(parameters)
@@ -196,7 +196,7 @@ def _without_shards(world: Search, module: nn.Module, parameters: Dict) -> Dict:
     return {name: one for name, one in parameters.items() if name not in managed}
 
 
-def follow_script(world: Search, module: torch.jit.ScriptModule) -> None:
+def follow_script(world: Reaching, module: torch.jit.ScriptModule) -> None:
     """Follow a scripted module into its parameters, attributes, buffers and children."""
     world.modules.append(module)
     state = ScriptState(module)
@@ -207,7 +207,7 @@ def follow_script(world: Search, module: torch.jit.ScriptModule) -> None:
     world.pending += [*module.parameters(recurse=False), *module.children()]
 
 
-def follow_foreign(world: Search, item: object) -> None:
+def follow_foreign(world: Reaching, item: object) -> None:
     """Note an object whose state lives outside of Python."""
     held = Foreign.of(item)
     if held is not None and (
@@ -219,7 +219,7 @@ def follow_foreign(world: Search, item: object) -> None:
         world.rest.append(held)
 
 
-def follow_dict(world: Search, item: Dict) -> None:
+def follow_dict(world: Reaching, item: Dict) -> None:
     """Follow a dict into its values."""
     world.runs_code = True
     if len(item) <= LONG or world.is_argument or world.is_whole:
@@ -229,7 +229,7 @@ def follow_dict(world: Search, item: Dict) -> None:
         world.tables.append(item)
 
 
-def follow_list(world: Search, item: list[object] | deque[object] | set[object] | bytearray) -> None:
+def follow_list(world: Reaching, item: list[object] | deque[object] | set[object] | bytearray) -> None:
     """Follow a list, deque or set into its items; note a bytearray."""
     if len(item) <= LONG or world.is_argument or world.is_whole:
         world.rest.append(Container(item))
@@ -238,12 +238,12 @@ def follow_list(world: Search, item: list[object] | deque[object] | set[object] 
         world.tables.append(item)
 
 
-def follow_tuple(world: Search, item: Iterable[object]) -> None:
+def follow_tuple(world: Reaching, item: Iterable[object]) -> None:
     """Follow an immutable container into its items."""
     world.push(item)
 
 
-def follow_object(world: Search, item: object) -> None:
+def follow_object(world: Reaching, item: object) -> None:
     """Follow a user object into its attributes and its class."""
     if world.leaves_iterators and hasattr(type(item), "__next__"):
         return
@@ -265,7 +265,7 @@ def follow_object(world: Search, item: object) -> None:
     follow_class(world, type(item))
 
 
-def follow_local(world: Search, item: threading.local) -> None:
+def follow_local(world: Reaching, item: threading.local) -> None:
     """Follow a thread's own attributes of an object into their values."""
     world.runs_code = True
     held = ThreadLocal(item)
@@ -274,7 +274,7 @@ def follow_local(world: Search, item: threading.local) -> None:
     follow_class(world, type(item))
 
 
-def follow_container(world: Search, item: object) -> None:
+def follow_container(world: Reaching, item: object) -> None:
     """Follow a subclass of a container into its items and its attributes."""
     if isinstance(item, dict):
         follow_dict(world, cast("Dict", item))
@@ -285,7 +285,7 @@ def follow_container(world: Search, item: object) -> None:
     follow_object(world, item)
 
 
-def follow_optimizer(world: Search, optimizer: torch.optim.Optimizer) -> None:
+def follow_optimizer(world: Reaching, optimizer: torch.optim.Optimizer) -> None:
     """Follow an optimizer into its options, not into its state for parameters, which is large and only for steps."""
     world.runs_code = True
     world.optimizers.append(optimizer)
@@ -297,7 +297,7 @@ def follow_optimizer(world: Search, optimizer: torch.optim.Optimizer) -> None:
     world.dicts += groups
 
 
-def follow_proxy(world: Search, proxy: Any) -> None:
+def follow_proxy(world: Reaching, proxy: Any) -> None:
     """Note the target of a weak proxy."""
     if world.is_whole:
         try:
@@ -306,7 +306,7 @@ def follow_proxy(world: Search, proxy: Any) -> None:
             return
 
 
-def follow_ours(world: Search, item: object) -> None:
+def follow_ours(world: Reaching, item: object) -> None:
     """Follow a callable of this package to the user's callable that it wraps.
 
     What it runs itself changes nothing that is reached. If it says so in `runs_code`, it wraps no code but a module's.

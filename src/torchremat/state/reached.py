@@ -1,0 +1,124 @@
+"""One reading of a structure: what is reached now, and what must be as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any, NamedTuple, cast
+
+from torchremat.state.containers import Dict, Dicts, size_of
+from torchremat.state.contents import Contents
+from torchremat.state.foreign import Foreign
+from torchremat.state.holders import Bindings, Container, Holder, Slots, ThreadLocal, attribute_of
+from torchremat.state.world import World
+
+
+class Round(NamedTuple):
+    """Objects that cannot be held weakly, found among the contents that were read before; dicts come first.
+
+    Attributes:
+        places: Where each of them is.
+        kinds: The ids of their types.
+        reads: How those are read that are no dicts.
+        owners: The numbers of those that have a dict of attributes.
+        objects: The numbers of those whose class may be another one.
+    """
+
+    places: list[int]
+    kinds: list[int]
+    reads: list[Callable[[Reached, Any], object]]
+    owners: list[int]
+    objects: list[int]
+
+
+class Reached(World):
+    """What is reached now, as one reading of a structure finds it.
+
+    Attributes:
+        then: The contents of its dicts.
+        found: The other holders, each with its contents.
+        seen: The objects in all of these, in the order in which they were read.
+        shape: How many there are in each and under which names, and what else must be the same.
+        late: Of the objects that were found again.
+    """
+
+    __slots__ = ("found", "is_inert", "late", "seen", "shape", "then")
+
+    def __init__(self, then: Dicts, seen: list[Any]) -> None:
+        super().__init__()
+        self.then = then
+        self.dicts = then.dicts
+        self.found: list[tuple[Holder, Any]] = []
+        self.seen = seen
+        self.shape: list[Any] = []
+        self.late = Bindings()
+
+    def read(self) -> Contents:
+        """Return the contents that were read."""
+        return Contents(self.then, self.found)
+
+    def read_dicts(self, dicts: list[Dict]) -> None:
+        """Read dicts."""
+        found = Dicts(dicts)
+        self.then = self.then.with_more(found)
+        self.dicts += dicts
+        self.seen += found.values
+        self.shape += ([*map(size_of, dicts)], found.keys)
+
+    def read_attributes(self, dicts: list[Dict]) -> None:
+        """Read the attributes of tensors, of which most have none."""
+        if any(dicts):
+            self.read_dicts(dicts)
+        else:
+            self.then.add_empty(dicts)
+            self.dicts += dicts
+
+    def take(self, holder: Holder, contents: list[Any]) -> None:
+        """Take what a holder has read."""
+        self.found.append((holder, contents))
+        self.seen += contents
+        self.shape.append(len(contents))
+
+    def read_items(self, item: Any) -> None:
+        """Read a list, deque, set or bytearray."""
+        holder = Container(item)
+        self.take(holder, cast("list[object]", holder.read()))
+
+    def read_tuple(self, item: tuple[object, ...]) -> None:
+        """Read a tuple."""
+        self.seen += tuple.__iter__(item)
+        self.shape.append(tuple.__len__(item))
+
+    def read_named(self, holder: Slots | ThreadLocal | None) -> None:
+        """Read the attributes that a holder knows by name."""
+        if holder is not None:
+            contents = holder.read()
+            self.found.append((holder, contents))
+            self.seen += contents.values()
+            self.shape.append([*contents])
+
+    def read_slots(self, item: object) -> None:
+        """Read the slots of an object, if it has some."""
+        self.read_named(Slots.of(item))
+
+    def read_foreign(self, item: object) -> None:
+        """Read an object whose state lies outside of Python's, and is none of the structure."""
+        holder = Foreign.of(item)
+        if holder is not None:
+            self.found.append((holder, holder.read()))
+
+    def read_round(self, found: Round) -> bool:
+        """Read objects that are found again; return whether they are of the same types."""
+        items = [self.seen[place] for place in found.places]
+        if [*map(id, map(type, items))] != found.kinds:
+            return False
+        number = len(items) - len(found.reads)
+        dicts, owners = items[:number], [items[number] for number in found.owners]
+        dicts += map(attribute_of, owners, repeat("__dict__"))
+        if dicts:
+            self.read_dicts(dicts)
+        for read, item in zip(found.reads, items[number:], strict=True):
+            read(self, item)
+        self.late.owners += owners
+        self.late.objects += [items[number] for number in found.objects]
+        return True

@@ -1,0 +1,64 @@
+"""The roots that many calls have in common, and what they know of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from weakref import ReferenceType, ref
+
+from torch import nn
+
+from torchremat.state.structure import CannotBeHeldError, Structure
+from torchremat.state.world import Reaching, World
+
+
+class Root:
+    """A root, as its calls know it: what it reaches. See NOTE [ Structure and stamps ]."""
+
+    __slots__ = ("__weakref__", "_searches", "_structure")
+
+    def __init__(self) -> None:
+        self._structure: Structure | None = None
+        self._searches = 0  # since the structure was the same as before
+
+    def recall(self) -> World | None:
+        """Return what it reaches now, None if it must be searched for."""
+        known = self._structure
+        if known is None:
+            return None
+        found = known.read()
+        if found is None:
+            self._structure = None
+        else:
+            self._searches = 1
+        return found
+
+    def remember(self, world: Reaching) -> None:
+        """Keep the structure that the second search has found; later ones ever more rarely, if each finds another."""
+        self._searches += 1
+        if self._searches < 2 or self._searches & (self._searches - 1):
+            return
+        with suppress(CannotBeHeldError):
+            self._structure = Structure(world, partial(_end, ref(self)))
+
+
+class Rooted:
+    """The forward of a module that is a root.
+
+    Attributes:
+        root: What its calls know.
+    """
+
+    def __init__(self) -> None:
+        self.root = Root()
+
+
+def root_of(module: object) -> Root | None:
+    """Return what calls know of a module that is a root, None if it is none."""
+    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    return forward.root if isinstance(forward, Rooted) else None
+
+
+def _end(root: ReferenceType[Root], _: object) -> None:
+    if (alive := root()) is not None:
+        alive._structure = None
