@@ -20,7 +20,7 @@ reach.py             all of these, from some roots
 reached.py           what is reached now, as a structure finds it again
 structure.py         what a root reaches, searched for once and compared by each call
 roots.py             who keeps a structure: modules that are called again and again
-contents.py          what a world holds at one moment
+world_state.py       what a world holds at one moment
 plain.py             functions that obviously reach nothing that has state
 backups.py           tensors that are copied before a forward, since it may write to them
 stamps.py            tensors that are told by their bits, where code may write past their versions

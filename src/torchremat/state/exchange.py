@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from torchremat.ambient.global_state import EXCHANGING
-from torchremat.state.contents import Contents
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
 from torchremat.state.reading import WrittenTensors
 from torchremat.state.snapshot import Snapshot
+from torchremat.state.world_state import WorldState
 
 
 class Exchange:
@@ -69,7 +69,7 @@ class Exchange:
             return False
         return not (_shown and _is_shown_elsewhere(snapshot))
 
-    def _what_was(self) -> Contents:
+    def _what_was(self) -> WorldState:
         """Return what the forward saw, with the stand-ins that a recompute is shown for some tensors."""
         snapshot = self._snapshot
         if snapshot.backups is None and not snapshot.graphed:

@@ -7,10 +7,10 @@ from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 from torchremat.state.containers import Dict, Dicts, size_of
-from torchremat.state.contents import Contents
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import Bindings, Container, Holder, Slots, ThreadLocal, attribute_of
 from torchremat.state.world import World
+from torchremat.state.world_state import WorldState
 
 
 class Round(NamedTuple):
@@ -53,9 +53,9 @@ class Reached(World):
         self.shape: list[Any] = []
         self.late = Bindings()
 
-    def read(self) -> Contents:
+    def read(self) -> WorldState:
         """Return the contents that were read."""
-        return Contents(self.then, self.found)
+        return WorldState(self.then, self.found)
 
     def read_dicts(self, dicts: list[Dict]) -> None:
         """Read dicts."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
 from torchremat.state.containers import Dict, Dicts
-from torchremat.state.contents import Contents
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.stamps import changed, stamped
 from torchremat.state.world import Reaching, World
+from torchremat.state.world_state import WorldState
 
 # NOTE [ A snapshot holds no graph ]
 # A module may hold an output of its last call, whose graph holds the region of that call, whose snapshot would hold the
@@ -126,7 +126,7 @@ class Snapshot:
         world = Reaching()
         world.bindings.cells += cells
         found = cls(world)
-        found.contents = Contents(Dicts([]), [(world.bindings, contents)])
+        found.contents = WorldState(Dicts([]), [(world.bindings, contents)])
         return found
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
@@ -245,7 +245,7 @@ class Snapshot:
         gone = {id(one) for one in self.graphed.values() if one.is_gone}
         then = self.contents.dicts.as_now(gone) if gone else self.contents.dicts
         kept = [pair for pair in self.contents.rest if not (gone and _holds(pair[1], gone))]
-        contents = Contents(then, kept).with_others({id(one): one.shown() for one in self.graphed.values()})
+        contents = WorldState(then, kept).with_others({id(one): one.shown() for one in self.graphed.values()})
         if not contents.dicts.are_here():
             ours = [(own, _ours(own)) for own in self.dicts]
             contents.dicts.write()

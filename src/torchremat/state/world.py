@@ -15,9 +15,9 @@ from torchremat._compat.modules import hooks_of_all_modules
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import ClassCode
 from torchremat.state.containers import Dict, Dicts
-from torchremat.state.contents import Contents
 from torchremat.state.holders import Bindings, Holder
 from torchremat.state.leaves import WatchedShard
+from torchremat.state.world_state import WorldState
 
 _MOST_ITEMS = 100_000
 # Types whose objects have no state and hold nothing; types of libraries join them as they are met.
@@ -72,7 +72,7 @@ class World(ABC):
         self.passes_versions = False
 
     @abstractmethod
-    def read(self) -> Contents:
+    def read(self) -> WorldState:
         """Return its contents now, or as they have just been read."""
 
 
@@ -140,13 +140,13 @@ class Reaching(World):
         reached = rest or self.loose or self.generators or self.classes or self.shards
         return not (self.runs_code or reached or any(hooks_of_all_modules))
 
-    def read(self) -> Contents:
+    def read(self) -> WorldState:
         """End the search, and return the contents of all that it has found."""
         if self.modules:
             self.dicts += hooks_of_all_modules
         if self.bindings:
             self.rest.append(self.bindings)
-        return Contents(Dicts(self.dicts), [(one, one.read()) for one in self.rest])
+        return WorldState(Dicts(self.dicts), [(one, one.read()) for one in self.rest])
 
     def skip(self, item: object) -> None:
         """Leave one object alone."""

@@ -9,7 +9,7 @@ from torchremat.state.containers import Dicts, with_others
 from torchremat.state.holders import Holder
 
 
-class Contents:
+class WorldState:
     """What many holders hold at one moment.
 
     Attributes:
@@ -27,9 +27,9 @@ class Contents:
         """Return whether the same is held now, the very objects in the same places."""
         return self.dicts.are_here() and all(one.is_same(before) for one, before in self.rest)
 
-    def now(self) -> Contents:
+    def now(self) -> WorldState:
         """Return what the same holders hold now."""
-        return Contents(Dicts(self.dicts.dicts), [(one, one.read()) for one, _ in self.rest])
+        return WorldState(Dicts(self.dicts.dicts), [(one, one.read()) for one, _ in self.rest])
 
     def write(self) -> set[int]:
         """Let the holders hold it again; return the ids of the objects that had changed."""
@@ -40,9 +40,9 @@ class Contents:
                 changed.add(id(one.item))
         return changed
 
-    def with_others(self, others: Mapping[int, object]) -> Contents:
+    def with_others(self, others: Mapping[int, object]) -> WorldState:
         """Return the same with some objects replaced, by id."""
         if not others:
             return self
         rest = [(one, with_others(before, others)) for one, before in self.rest]
-        return Contents(self.dicts.with_others(others), rest)
+        return WorldState(self.dicts.with_others(others), rest)
