@@ -218,6 +218,8 @@ def only_watches(one: M) -> M:
 
 def only_looks_on(item: object) -> bool:
     """Return whether an object was marked by `only_watches`, or is a function of this package: a hook that measures."""
+    if type(item) is torch.Tensor:
+        return False  # by far the most that are exchanged
     while isinstance(item, partial):
         item = cast("partial[object]", item).func
     if isinstance(item, types.MethodType):

@@ -108,18 +108,27 @@ def with_others(contents: object, others: Mapping[int, object]) -> object:
     """Return contents with some objects replaced, by id, in tuples too; the contents themselves if none is."""
     if isinstance(contents, dict):
         items = cast("Dict", contents)
-        new = {key: other(value, others) for key, value in items.items()}
-        return contents if holds_same(new, items) else new
+        made = replaced([*items.values()], others)
+        return contents if not any(map(is_not, made, items.values())) else dict(zip(items, made, strict=True))
     if type(contents) in (list, tuple, deque):
         each = cast("list[object]", contents)
-        made = [other(one, others) for one in each]
+        made = replaced(each, others)
         return contents if not any(map(is_not, made, each)) else type(each)(made)
     return contents
 
 
-def other(value: object, others: Mapping[int, object]) -> object:
-    """Return the replacement for one object, in tuples too."""
-    return with_others(value, others) if type(value) is tuple else others.get(id(value), value)
+def replaced(values: list[object], others: Mapping[int, object]) -> list[object]:
+    """Return values with some of them replaced, by id, in tuples too."""
+    ids = [*map(id, values)]
+    tuples = [one for one in values if type(one) is tuple and not _FLAT.issuperset(map(type, one))]
+    if others.keys().isdisjoint(ids) and not tuples:
+        return values  # told in C, since most values stay
+    inside = {id(one): with_others(one, others) for one in tuples}
+    return [*map({**others, **inside}.get, ids, values)]
+
+
+# Types of which most tuples consist.
+_FLAT = frozenset({type(None), bool, int, float, str})
 
 
 class ContainerCopies(dict[int, tuple[object, object, object]]):
@@ -207,7 +216,7 @@ class Dicts:
 
     def with_others(self, others: Mapping[int, object]) -> Dicts:
         """Return the same dicts with some values replaced, by id."""
-        return self.with_values([other(one, others) for one in self.values])
+        return self.with_values(replaced(self.values, others))
 
     def as_now(self, gone: Set[int]) -> Dicts:
         """Return the same dicts with the current values in place of those in `gone`, by id."""
@@ -245,7 +254,7 @@ class Dicts:
     def write(self) -> set[int]:
         """Restore the contents of the dicts; return the ids of the dicts that had changed."""
         dicts = self._dicts
-        written = {id(own) for own in self._empty if size_of(own) and self._write_dict(own, {})}
+        written = {id(own) for own in filter(None, self._empty) if self._write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
         if [*map(size_of, dicts)] == self._sizes and self._has_keys():
             changed = [*compress(count(), map(is_not, chain.from_iterable(self._value_views), self.values))]

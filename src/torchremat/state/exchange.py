@@ -42,7 +42,9 @@ class Exchange:
         self._aside: list[tuple[Tensor, Tensor | None]] = []
         self.wrote: list[Tensor] = []
         self.written = _NONE
-        if self._is_today():
+        # Where tensors are swapped it is not, and they are copied once.
+        swaps = snapshot.backups is not None and snapshot.backups.written
+        if not swaps and self._is_today():
             return
         with EXCHANGING:
             # Another thread may have shown its recompute other contents until now.
