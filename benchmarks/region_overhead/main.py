@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import _paths  # noqa: F401
 import torch
+import whole_models
 from _steps import ratio
 from _tables import bar, markdown, publish
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ ROUNDS = 41
 ELEMENTS = 16
 # About as many steps in each round take as long.
 STEPS = 400
+# Of models of layers.
+LAYER_ROUNDS, LAYER_STEPS = 15, 15
 PLAIN = partial(checkpoint, use_reentrant=False)
 
 
@@ -200,6 +203,14 @@ def run(smoke: bool) -> dict[str, object]:
             median = result["ratio"]["median"]
             claim = f"{name}: a region adds at most {MOST} of what torch's adds"
             found["bars"].append(bar(claim, f"{median:.2f}", median <= MOST))
+    found["layers"] = {}
+    for name, (make, most) in whole_models.SUBJECTS.items():
+        torch.manual_seed(0)
+        result = whole_models.added(make(), 1 if smoke else LAYER_ROUNDS, 1 if smoke else LAYER_STEPS)
+        found["layers"][name] = result
+        median = result["ratio"]["wrap"]["median"]
+        claim = f"{name}, by wrap in a model: a region adds at most {most:.2f} of what torch's adds"
+        found["bars"].append(bar(claim, f"{median:.2f}", median <= most))
     return found
 
 
@@ -207,18 +218,35 @@ def tables(results: dict[str, object]) -> dict[str, str]:
     rows = []
     for name, one in results["functions"].items():
         micro = {way: f"{1e6 * one['added_s'][way]:.1f}" for way in ("torch", "ours")}
-        spread = one["ratio"]
-        cell = f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
-        rows.append([name, f"{1e6 * one['seconds']['by hand']:.1f}", micro["torch"], micro["ours"], cell])
+        hand = f"{1e6 * one['seconds']['by hand']:.1f}"
+        rows.append([name, hand, micro["torch"], micro["ours"], _spread(one["ratio"])])
     head = ["microseconds per step", "by hand", "torch adds", "ours adds", "ours / torch's"]
     checked = [
         [name, f"{1e3 * one['seconds']:.1f}", f"{one['ratio']['median']:.2f}"]
         for name, one in results["checks"].items()
     ]
+    of_layers = [
+        [
+            name,
+            f"{1e3 * one['plain_s']:.1f}",
+            *(f"{1e6 * one['added_s'][way]:.0f}" for way in ("torch", "wrap", "checkpoint")),
+            *(_spread(one["ratio"][way]) for way in ("wrap", "checkpoint")),
+        ]
+        for name, one in results["layers"].items()
+    ]
+    heads = [
+        "a model of six", "plain step, ms", "torch adds, us a layer", "`wrap`", "`checkpoint`",
+        "`wrap` / torch's", "`checkpoint` / torch's",
+    ]  # fmt: skip
     return {
+        "layers": markdown(heads, of_layers),
         "overhead": markdown(head, rows),
         "checks": markdown(["check", "milliseconds per step", "ratio to `metadata`"], checked),
     }
+
+
+def _spread(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
 if __name__ == "__main__":
