@@ -455,7 +455,7 @@ def test_a_step_after_a_list_has_become_short_sees_it_as_it_was():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("changes", "worlds"), [(False, 1), (True, 10)])
+@pytest.mark.parametrize(("changes", "worlds"), [(False, 2), (True, 10)])
 def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, worlds):
     linear, marks = nn.Linear(3, 3), []
 
@@ -470,7 +470,33 @@ def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, world
 
     assert last.requires_grad
     assert len(regions) == 10  # the last step is a plain one
+    # The first step searches, and the second compares.
     assert len({id(one.recording.calls[0].world) for one in regions}) == worlds
+
+
+def test_steps_that_write_to_what_they_reach_share_no_snapshot():
+    # A snapshot whose copies were let go, since nothing had changed, must not serve a step that writes.
+    found = []
+    for run in (
+        lambda f, h, n: [h := f(h, None)[0] for _ in range(n)][-1],
+        lambda f, h, n: loop(f, h, length=n, slots=2)[0],
+    ):
+        counter = nn.Module()
+        counter.register_buffer("count", torch.zeros(()))
+
+        def body(h, _, counter=counter):
+            gain = 1 + counter.count
+            if h.sum() > 3:
+                counter.count.add_(0.1)
+            return h * gain.clone() + 0.5, None
+
+        x = torch.full((3,), 0.1, requires_grad=True)
+        run(body, x, 8).sum().backward()
+        found += [(x.grad, counter.count.clone())]
+
+    assert found[0][1] > 0
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_ten_thousand_steps_need_no_stack_and_leave_nothing():

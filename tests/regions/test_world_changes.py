@@ -12,7 +12,6 @@ from torch import nn
 
 from torchremat import checkpoint, unwrap, wrap
 from torchremat.state.roots import root_of
-from torchremat.state.snapshot import Snapshot
 
 
 class State:
@@ -319,10 +318,10 @@ def test_a_tensor_that_has_another_ones_attributes_is_not_as_before():
     weight.gain, other.gain = 1.0, 2.0
     for _ in range(2):
         block(torch.ones(4, 4)).sum().backward()
-    first = Snapshot(root_of(block.inner).recall())
+    first = root_of(block.inner).recall()
 
     torch.utils.swap_tensors(weight, other)
-    second = Snapshot(root_of(block.inner).recall())
+    second = root_of(block.inner).recall()
 
     assert [vars(block.inner.linear.weight) in one.dicts for one in (first, second)] == [False, True]
 

@@ -21,6 +21,7 @@ from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
+from torchremat.state.roots import Root
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import split
 
@@ -40,6 +41,7 @@ class Forward:
         self.held = HeldSlices(slices.tensors, stretches.held_tensor)
         self._before: Carry | None = None  # of the step that ran last
         self._region: Region | None = None
+        self._root = Root(searches=1)  # many steps follow
         self._template: object = None  # of the arguments of every step
         self._sources: list[Source] = []
 
@@ -122,7 +124,7 @@ class Forward:
             sources = [numbers[id(one)] for one in tensors]
             if len(held) == len(tensors):
                 self._sources = sources  # the same for every step, but for one that is given a tensor twice
-        return CallArguments(self._template, tensors, list(held.values()), sources)
+        return CallArguments(self._template, tensors, list(held.values()), sources, root=self._root)
 
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.

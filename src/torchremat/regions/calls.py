@@ -26,7 +26,7 @@ from torchremat.state.naming import name_of
 from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
-from torchremat.state.roots import root_of
+from torchremat.state.roots import Root, root_of
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import Reaching
 from torchremat.tensors.held import HeldTensor
@@ -120,7 +120,7 @@ class Call:
         modes = ambient.modes if ambient.has_modes else ()
         is_bare = not (objects or guard or special or modes) and len(roots) == 1
         plain = plain_cells(roots[0]) if is_bare else None
-        root = root_of(roots[0]) if is_bare and plain is None else None
+        root = (given.root or root_of(roots[0])) if is_bare and plain is None else None
         known = root.recall() if root is not None else None
         if plain is not None:
             reads, contents = plain
@@ -129,8 +129,7 @@ class Call:
             if contents:
                 self.cells = cast("FunctionType", roots[0]).__closure__ or (), contents
         elif known is not None:
-            self.world, self.is_pure = Snapshot(known), known.is_inert
-            self.sets_generators = known.sets_generators
+            self.world, self.is_pure, self.sets_generators = known, known.is_inert, known.sets_generators
         else:
             world = Reaching()
             for one in guard:
@@ -199,6 +198,7 @@ class CallArguments:
         held: Inputs as a caller holds them who knows better than the region, as a loop does.
         sources: Where each tensor comes from.
         objects: Other arguments that could have state.
+        root: What earlier calls of the same code know of it, if the caller keeps that.
     """
 
     template: object
@@ -206,6 +206,7 @@ class CallArguments:
     held: list[HeldTensor]
     sources: list[Source]
     objects: Sequence[object] = field(default=(), kw_only=True)
+    root: Root | None = field(default=None, kw_only=True)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

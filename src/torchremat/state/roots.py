@@ -8,29 +8,43 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
+from torchremat.state.snapshot import Snapshot
 from torchremat.state.structure import CannotBeHeldError, Structure
-from torchremat.state.world import Reaching, World
+from torchremat.state.world import Reaching
 
 
 class Root:
-    """A root, as its calls know it: what it reaches. See NOTE [ Structure and stamps ]."""
+    """A root, as its calls know it: what it reaches. See NOTE [ Structure and stamps ].
 
-    __slots__ = ("__weakref__", "_searches", "_structure")
+    Args:
+        searches: How many searches it is as if there had been; the second one is kept.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_last", "_searches", "_structure")
+
+    def __init__(self, searches: int = 0) -> None:
         self._structure: Structure | None = None
-        self._searches = 0  # since the structure was the same as before
+        self._searches = searches  # since the structure was the same as before
+        self._last: ReferenceType[Snapshot] | None = None
 
-    def recall(self) -> World | None:
-        """Return what it reaches now, None if it must be searched for."""
+    def recall(self) -> Snapshot | None:
+        """Return the snapshot of what it reaches now, None if it must be searched for.
+
+        It is that of the call before, if nothing at all has changed since, and something still needs it.
+        """
         known = self._structure
         if known is None:
             return None
-        found = known.read()
-        if found is None:
-            self._structure = None
-        else:
-            self._searches = 1
+        world = known.read()
+        if world is None:
+            self._structure = self._last = None
+            return None
+        self._searches = 1
+        last = self._last() if self._last is not None else None
+        if last is not None and last.is_of(world):
+            return last
+        found = Snapshot(world)
+        self._last = ref(found)
         return found
 
     def remember(self, world: Reaching) -> None:

@@ -71,6 +71,7 @@ class Snapshot:
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
         past_versions: Those of them whose version has not moved.
         is_inert: Whether the call can change nothing in it.
+        sets_generators: Whether some code may set the state of a random generator.
 
     The state that an `Exchange` shows, and compares with the current one:
         contents: What was held then.
@@ -85,7 +86,8 @@ class Snapshot:
 
     __slots__ = (
         "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "contents", "dicts", "flags", "generators",
-        "graphed", "guarded", "is_inert", "modules", "named", "past_versions", "roots", "shards", "waits", "watched",
+        "graphed", "guarded", "is_inert", "modules", "named", "past_versions", "roots", "sets_generators", "shards",
+        "waits", "watched", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
@@ -97,7 +99,7 @@ class Snapshot:
         self.by_forward: frozenset[int] = frozenset()
         self.past_versions: frozenset[int] = frozenset()
         self.dicts = world.dicts
-        self.is_inert = world.is_inert and not guard
+        self.is_inert, self.sets_generators = world.is_inert and not guard, world.sets_generators
         self.watched = world.tensors
         self.flags = [*map(flags_of, world.tensors)]
         self.shards: list[WatchedShard] = world.shards
@@ -140,6 +142,13 @@ class Snapshot:
 
     def _replace(self, others: dict[int, Any]) -> None:
         self.contents = self.contents.with_others(others)
+
+    def is_of(self, world: World) -> bool:
+        """Return whether a call that begins in this world may share it: all is the same, and nothing is copied."""
+        copied = world.state or world.loose or world.generators or world.passes_versions
+        if copied or self.graphed or self.guarded or self.shards:
+            return False
+        return [*map(flags_of, world.tensors)] == self.flags and world.read().is_that_of(self.contents)
 
     @property
     def containers(self) -> frozenset[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_not
 from typing import Any
 
-from torchremat.state.containers import Dicts, with_others
+from torchremat.state.containers import Dicts, holds_same, with_others
 from torchremat.state.holders import Holder
 
 
@@ -26,6 +27,13 @@ class WorldState:
     def are_here(self) -> bool:
         """Return whether the same is held now, the very objects in the same places."""
         return self.dicts.are_here() and all(one.is_same(before) for one, before in self.rest)
+
+    def is_that_of(self, other: WorldState) -> bool:
+        """Return whether another one, of the same holders, has the very same objects, and none that is copied."""
+        pairs = zip(self.rest, other.rest, strict=True)
+        return not any(map(is_not, self.dicts.values, other.dicts.values)) and all(
+            isinstance(now, list | dict) and holds_same(now, before) for (_, now), (_, before) in pairs
+        )
 
     def now(self) -> WorldState:
         """Return what the same holders hold now."""
