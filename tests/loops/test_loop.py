@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from logs import Count
 from torchremat import Disk, Host, checkpoint, loop, policies, session
+from torchremat.errors import MutationError
 from torchremat.regions.region import Region
 from torchremat.schedules.binomial import advances
 from torchremat.schedules.online import OnlineBorders
