@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat import checkpoint, unwrap, wrap
-from torchremat.state.roots import root_of
+from torchremat import checkpoint, checkpointed, unwrap, wrap
+from torchremat.state.roots import known_root
 
 
 class State:
@@ -255,12 +255,20 @@ CHANGES = [
 ]
 
 
+def root_of(module):
+    return known_root([module])[0]
+
+
 def plainly(block):
     return block
 
 
 def in_checkpoint(block):
     return partial(checkpoint, block)
+
+
+def in_one_checkpointed(block):
+    return checkpointed(lambda x: block(x))
 
 
 def wrapped(block):
@@ -300,7 +308,7 @@ def results(way, change, when, steps=5):
     return found
 
 
-@pytest.mark.parametrize("way", [in_checkpoint, wrapped])
+@pytest.mark.parametrize("way", [in_checkpoint, in_one_checkpointed, wrapped])
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed(change, when, way):

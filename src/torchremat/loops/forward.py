@@ -41,7 +41,7 @@ class Forward:
         self.held = HeldSlices(slices.tensors, stretches.held_tensor)
         self._before: Carry | None = None  # of the step that ran last
         self._region: Region | None = None
-        self._root = Root(searches=1)  # many steps follow
+        self._root = Root(body, is_called_often=True)
         self._template: object = None  # of the arguments of every step
         self._sources: list[Source] = []
 
@@ -124,7 +124,7 @@ class Forward:
             sources = [numbers[id(one)] for one in tensors]
             if len(held) == len(tensors):
                 self._sources = sources  # the same for every step, but for one that is given a tensor twice
-        return CallArguments(self._template, tensors, list(held.values()), sources, root=self._root)
+        return CallArguments(self._template, tensors, list(held.values()), sources)
 
     def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.
@@ -139,7 +139,7 @@ class Forward:
         return replace(settings, check="values")
 
     def _call(self, region: Region, args: tuple[object, object], given: CallArguments | None) -> object:
-        return region.call(continued(self.body), args, {}, (self.body,), given=given)
+        return region.call(continued(self.body), args, {}, (self._root,), given=given)
 
 
 def _is_simple(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torchremat.state.naming import name_of
 from torchremat.state.plain import plain_cells
 from torchremat.state.reach import reach
 from torchremat.state.reading import WrittenError
-from torchremat.state.roots import Root, root_of
+from torchremat.state.roots import known_root
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import Reaching
 from torchremat.tensors.held import HeldTensor
@@ -109,7 +109,7 @@ class Call:
 
         Args:
             given: Its arguments.
-            roots: The code that runs in it: the user's function, or modules.
+            roots: The code that runs in it: the user's function, or modules, or what is known of one of them.
             guard: Objects that the user named.
             preserve_rng: Whether a recompute draws the same numbers.
         """
@@ -119,9 +119,9 @@ class Call:
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
         modes = ambient.modes if ambient.has_modes else ()
         is_bare = not (objects or guard or special or modes) and len(roots) == 1
+        root, roots = known_root(roots)
         plain = plain_cells(roots[0]) if is_bare else None
-        root = (given.root or root_of(roots[0])) if is_bare and plain is None else None
-        known = root.recall() if root is not None else None
+        known = root.recall() if is_bare and plain is None and root is not None else None
         if plain is not None:
             reads, contents = plain
             self.is_pure = not (reads.names or (contents and ModuleType in map(type, contents)))
@@ -146,7 +146,7 @@ class Call:
                 reach(world, modes)
             self.sets_generators = world.sets_generators
             self.world = Snapshot(world, guard)
-            if root is not None:
+            if is_bare and root is not None:
                 root.remember(world)
             self.is_pure = self.world.is_inert and not modes
         self.preserves_rng = preserve_rng
@@ -198,7 +198,6 @@ class CallArguments:
         held: Inputs as a caller holds them who knows better than the region, as a loop does.
         sources: Where each tensor comes from.
         objects: Other arguments that could have state.
-        root: What earlier calls of the same code know of it, if the caller keeps that.
     """
 
     template: object
@@ -206,7 +205,6 @@ class CallArguments:
     held: list[HeldTensor]
     sources: list[Source]
     objects: Sequence[object] = field(default=(), kw_only=True)
-    root: Root | None = field(default=None, kw_only=True)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

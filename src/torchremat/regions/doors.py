@@ -22,6 +22,7 @@ from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
+from torchremat.state.roots import Root
 from torchremat.stores.offloading import offload
 
 if TYPE_CHECKING:
@@ -103,23 +104,31 @@ def checkpointed(
         policy=policy,
     )
 
+    root = Root(function)
+
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return call_in_graph(function, settings, partial(_run, function, settings), args, kwargs)
-        return _run(function, settings, args, kwargs)
+        return _run(function, settings, args, kwargs, root)
 
     return region
 
 
 @outside_graphs
-def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+def _run(
+    function: Callable[..., R],
+    settings: Settings,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    root: Root | None = None,
+) -> R:
     if not callable(function):
         raise UnsupportedError(f"function: expected a callable, got {type(function).__name__}.")
     if not makes_regions():
         return function(*args, **kwargs)
     body = continued(function)
-    return new_region(settings).call(body, args, kwargs, (function,))  # pyright: ignore[reportReturnType]: it is what `function` returns
+    return new_region(settings).call(body, args, kwargs, (root or function,))  # pyright: ignore[reportReturnType]: it is what `function` returns
 
 
 _DEFAULTS = Settings()

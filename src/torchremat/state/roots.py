@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from weakref import ReferenceType, ref
@@ -17,14 +18,19 @@ class Root:
     """A root, as its calls know it: what it reaches. See NOTE [ Structure and stamps ].
 
     Args:
-        searches: How many searches it is as if there had been; the second one is kept.
+        of: The function whose calls they are, None for a module that keeps this.
+        is_called_often: Whether already the first search is kept, else the second one.
+
+    Attributes:
+        of: See above.
     """
 
-    __slots__ = ("__weakref__", "_last", "_searches", "_structure")
+    __slots__ = ("__weakref__", "_last", "_searches", "_structure", "of")
 
-    def __init__(self, searches: int = 0) -> None:
+    def __init__(self, of: Callable[..., object] | None = None, *, is_called_often: bool = False) -> None:
+        self.of = of
         self._structure: Structure | None = None
-        self._searches = searches  # since the structure was the same as before
+        self._searches = int(is_called_often)  # since the structure was the same as before
         self._last: ReferenceType[Snapshot] | None = None
 
     def recall(self) -> Snapshot | None:
@@ -67,10 +73,15 @@ class Rooted:
         self.root = Root()
 
 
-def root_of(module: object) -> Root | None:
-    """Return what calls know of a module that is a root, None if it is none."""
-    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    return forward.root if isinstance(forward, Rooted) else None
+def known_root(roots: Sequence[object]) -> tuple[Root | None, Sequence[object]]:
+    """Return what calls know of their root, None if nobody keeps that, and the roots as they are."""
+    if len(roots) != 1:
+        return None, roots
+    only = roots[0]
+    if isinstance(only, Root):
+        return only, (only.of,)
+    forward = only.__dict__.get("forward") if isinstance(only, nn.Module) else None
+    return (forward.root if isinstance(forward, Rooted) else None), roots
 
 
 def _end(root: ReferenceType[Root], _: object) -> None:

@@ -85,27 +85,9 @@ class Snapshot:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_leaf_hooks",
-        "_leaves",
-        "_stamps",
-        "backups",
-        "by_forward",
-        "contents",
-        "dicts",
-        "flags",
-        "generators",
-        "graphed",
-        "guarded",
-        "is_inert",
-        "modules",
-        "named",
-        "past_versions",
-        "roots",
-        "sets_generators",
-        "shards",
-        "waits",
-        "watched",
+        "__weakref__", "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "contents", "dicts", "flags",
+        "generators", "graphed", "guarded", "is_inert", "modules", "named", "past_versions", "roots", "sets_generators",
+        "shards", "waits", "watched",
     )  # fmt: skip
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:

@@ -255,12 +255,11 @@ def _run(
         raise ValueError("debug=True is incompatible with non-default context_fn")
     if not makes_regions():
         return function(*args, **kwargs)
-    roots = (function,)
     while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):
         # The arguments that a partial holds reach the function like arguments of the call: their tensors are inputs.
         args, kwargs, function = (*held.args, *args), {**held.keywords, **kwargs}, held.func
     body = function if contexts is None else partial(run_in_contexts, function, contexts)
-    return new_region(settings).call(continued(body), args, kwargs, roots)
+    return new_region(settings).call(continued(body), args, kwargs, (function,))
 
 
 def _has_placeholders(function: partial[object]) -> bool:
