@@ -146,7 +146,7 @@ class Snapshot:
     def is_of(self, world: World) -> bool:
         """Return whether a call that begins in this world may share it: all is the same, and nothing is copied."""
         copied = world.state or world.loose or world.generators or world.passes_versions
-        if copied or self.graphed or self.guarded or self.shards:
+        if copied or self.graphed or self.guarded or self.shards or is_transformed():  # there tensors are replaced
             return False
         return [*map(flags_of, world.tensors)] == self.flags and world.read().is_that_of(self.contents)
 
