@@ -1,15 +1,18 @@
-"""One reading of a structure: what is reached now, and what must be as before."""
+"""One reading of a structure: what is reached now, and what must be as before for the structure to be the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import repeat
+import types
+from collections.abc import Callable, Iterable
+from gc import is_tracked
+from itertools import compress, repeat
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
-from torchremat.state.containers import Dict, Dicts, size_of
+from torchremat.state.containers import MUTABLE, Dict, Dicts, size_of
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import Bindings, Container, Holder, Slots, ThreadLocal, attribute_of
-from torchremat.state.world import World
+from torchremat.state.world import LEADS_NOWHERE, World
 from torchremat.state.world_state import WorldState
 
 
@@ -122,3 +125,65 @@ class Reached(World):
         self.late.owners += owners
         self.late.objects += [items[number] for number in found.objects]
         return True
+
+
+class Expected:
+    """What must be seen for the structure to be the same.
+
+    Args:
+        reading: What was seen.
+        again: The places of what is found again, whatever is there now.
+        pins: Keeps an object, or notes when it dies; returns whether it is kept.
+
+    Attributes:
+        shape: See `Reached`.
+    """
+
+    __slots__ = ("_aliases", "_atoms", "_ids", "_others", "_plain", "shape")
+
+    def __init__(self, reading: Reached, again: Iterable[int], pins: Callable[[object], bool]) -> None:
+        self.shape, seen = reading.shape, reading.seen
+        place_of = {id(seen[place]): place for place in again}
+        firsts = [place_of.get(id(one)) for one in seen]
+        # Where one object is in several places, it must stay one object.
+        self._aliases = [(first, place) for place, first in enumerate(firsts) if first not in (None, place)]
+        kept = [first is None and pins(one) for first, one in zip(firsts, seen, strict=True)]
+        self._plain = kept
+        self._others = [first is None and not is_kept for first, is_kept in zip(firsts, kept, strict=True)]
+        self._atoms, self._ids = [*compress(seen, kept)], [*map(id, compress(seen, self._others))]
+
+    def agrees(self, reading: Reached) -> bool:
+        """Return whether the same was seen, but for what is plain."""
+        seen = reading.seen
+        if reading.shape != self.shape or [*map(id, compress(seen, self._others))] != self._ids:
+            return False
+        if any(seen[first] is not seen[place] for first, place in self._aliases):
+            return False
+        atoms = [*compress(seen, self._plain)]
+        if atoms != self._atoms:
+            if not all(map(is_atom, atoms)):
+                return False
+            self._atoms = atoms
+        return True
+
+
+# Types whose objects refer to nothing that dies.
+_ATOMS = frozenset(LEADS_NOWHERE - {property, types.CodeType})
+
+
+def is_weak(one: object) -> bool:
+    """Return whether an object can be held weakly."""
+    try:
+        ref(one)
+    except TypeError:
+        return False
+    return True
+
+
+def is_atom(one: object) -> bool:
+    """Return whether an object refers to nothing that dies."""
+    if type(one) in _ATOMS:
+        return True
+    if type(one) is tuple:
+        return all(map(is_atom, cast("tuple[object, ...]", one)))
+    return not (is_tracked(one) or issubclass(type(one), MUTABLE) or is_weak(one))

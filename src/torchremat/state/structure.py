@@ -22,16 +22,15 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from functools import partial
-from gc import is_tracked
-from itertools import chain, compress, repeat
+from itertools import chain, repeat
 from operator import attrgetter, call, is_not
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 from torch import Tensor
 
 from torchremat._compat.modules import hooks_of_all_modules
-from torchremat.state.containers import MUTABLE, Dict, Dicts, values_of
+from torchremat.state.containers import Dict, Dicts, values_of
 from torchremat.state.following.objects import LONG, tables_of
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import (
@@ -44,8 +43,8 @@ from torchremat.state.holders import (
     ThreadLocal,
     attribute_of,
 )
-from torchremat.state.reached import Reached, Round
-from torchremat.state.world import LEADS_NOWHERE, Reaching, World
+from torchremat.state.reached import Expected, Reached, Round, is_atom, is_weak
+from torchremat.state.world import Reaching, World
 
 Weak = Callable[[], Any]
 """Returns an object that is held weakly, while it lives."""
@@ -55,16 +54,28 @@ class CannotBeHeldError(Exception):
     """Something in a world can neither be held weakly nor found again."""
 
 
+class _Held(NamedTuple):
+    """What a structure holds weakly, by how it is read: see `World`, `Bindings` and the holders."""
+
+    modules: list[Weak]
+    functions: list[Weak]
+    objects: list[Weak]
+    owners: list[Weak]
+    generators: list[Weak]
+    slots: list[Weak]
+    foreign: list[Weak]
+    locals: list[Weak]
+    namespaces: list[Weak]
+
+
 _attributes = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 _closure = cast("Callable[[types.FunctionType], tuple[types.CellType, ...] | None]", attrgetter("__closure__"))
 _requires_grad = cast("Callable[[Tensor], bool]", attrgetter("requires_grad"))
-# Types whose objects refer to nothing that dies, and parts of classes, which live as long as these.
-_ATOMS = frozenset(LEADS_NOWHERE - {property, types.CodeType})
+# Parts of classes, which live as long as these.
 _OF_CLASSES = (
     property, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType,
 )  # fmt: skip
-_NO_ATOM = object()
 _KINDS = frozenset({Bindings, ClassData, ClassValues, Container, Foreign, LaterNames, Slots, ThreadLocal})
 
 
@@ -80,10 +91,8 @@ class Structure:
     """
 
     __slots__ = (
-        "_aliases", "_atoms", "_classes", "_dicts", "_ended", "_foreign", "_functions", "_generators", "_held", "_ids",
-        "_imports", "_is_inert", "_locals", "_loose", "_modules", "_names", "_namespaces", "_objects", "_others",
-        "_owners", "_passes_versions", "_plain", "_refs", "_roots", "_rounds", "_sets_generators", "_shape", "_slotted",
-        "_space_of", "_spaces", "_state", "_tables", "_tensors", "_values",
+        "_classes", "_dicts", "_ended", "_expected", "_facts", "_held", "_imports", "_known", "_loose", "_names",
+        "_refs", "_roots", "_rounds", "_space_of", "_spaces", "_state", "_tables", "_tensors", "_values",
     )  # fmt: skip
 
     def __init__(self, world: Reaching, ended: Callable[[object], None]) -> None:
@@ -93,9 +102,7 @@ class Structure:
             raise CannotBeHeldError
         self._ended = ended
         self._refs: dict[int, Weak] = {}
-        self._is_inert, self._sets_generators = world.is_inert, world.sets_generators
-        self._passes_versions = world.passes_versions
-        self._modules = self._weak(world.modules)
+        self._facts = world.is_inert, world.sets_generators, world.passes_versions
         number_of = {id(one): number for number, one in enumerate(world.modules)}
         tensor_of = {id(one): number for number, one in enumerate(world.tensors)}
         try:
@@ -104,17 +111,20 @@ class Structure:
             self._loose = [tensor_of[id(one)] for one in world.loose]
         except KeyError:
             raise CannotBeHeldError from None  # a tensor without a version
-        own = world.bindings
-        self._functions = self._weak(own.functions)
-        self._objects = self._weak(filter(_is_weak, own.objects))
-        self._owners = self._weak(filter(_is_weak, own.owners))
-        self._generators = self._weak(world.generators)
         items = [(type(one), one.item) for one in world.rest]
-        self._slotted = self._weak(one for kind, one in items if kind is Slots and _is_weak(one))
-        self._foreign = self._weak(one for kind, one in items if kind is Foreign and _is_weak(one))
-        self._locals = self._weak(one for kind, one in items if kind is ThreadLocal)
+        self._held = _Held(
+            self._weak(world.modules),
+            self._weak(world.bindings.functions),
+            self._weak(filter(is_weak, world.bindings.objects)),
+            self._weak(filter(is_weak, world.bindings.owners)),
+            self._weak(world.generators),
+            self._weak(one for kind, one in items if kind is Slots and is_weak(one)),
+            self._weak(one for kind, one in items if kind is Foreign and is_weak(one)),
+            self._weak(one for kind, one in items if kind is ThreadLocal),
+            self._weak(world.namespaces),
+        )
         self._classes = [one for one in world.rest if isinstance(one, ClassData)]
-        self._namespaces, self._imports = self._weak(world.namespaces), world.imports
+        self._imports = world.imports
         self._find_spaces(world)
         self._dicts = self._find_dicts(world)
         self._rounds: list[Round] = []
@@ -127,8 +137,11 @@ class Structure:
         self._end(reading)
         if not _is_part(world, reading):
             raise CannotBeHeldError
-        self._shape = reading.shape
-        self._pin(reading)
+        names = (self._dicts.keys, *(one for one in reading.shape if type(one) is list))
+        if not all(map(is_atom, chain.from_iterable(names))):
+            raise CannotBeHeldError  # a dict has objects for keys
+        again = [*self._tables, *self._tensors, *chain.from_iterable(one.places for one in self._rounds)]
+        self._expected = Expected(reading, again, self._pins)
 
     def read(self) -> World | None:
         """Return what is reached now, None if the structure is another one."""
@@ -137,7 +150,7 @@ class Structure:
             if reading is None or not all(map(reading.read_round, self._rounds)):
                 return None
             self._end(reading)
-            return reading if reading.shape == self._shape and self._agrees(reading.seen) else None
+            return reading if self._expected.agrees(reading) else None
         except Exception:  # noqa: BLE001 - whatever is not there any more, or compares values: the search says what is
             return None
 
@@ -179,7 +192,7 @@ class Structure:
         own = [one.__dict__ for one in world.modules]
         dicts: list[Dict] = [*own, *chain.from_iterable(map(tables_of, own))]
         modules = {*map(id, world.modules)}
-        owners = [one for one in world.bindings.owners if id(one) not in modules and _is_weak(one)]
+        owners = [one for one in world.bindings.owners if id(one) not in modules and is_weak(one)]
         dicts += map(attribute_of, owners, repeat("__dict__"))
         dicts += [one.__dict__ for one in world.bindings.functions]
         self._weak(world.partials)
@@ -187,26 +200,26 @@ class Structure:
         if world.modules:
             dicts += hooks_of_all_modules
         names = [one.__dict__.get("_non_persistent_buffers_set") for one in world.modules]
-        self._held = {*map(id, dicts), *(id(one) for one in names if one is not None)}
+        self._known = {*map(id, dicts), *(id(one) for one in names if one is not None)}
         each = {id(one): one for one in dicts}
-        plain = {key for key, own in each.items() if all(map(self._is_held, values_of(own)))}
+        plain = {key for key, own in each.items() if all(map(self._is_known, values_of(own)))}
         first = Dicts([own for key, own in each.items() if key in plain])
         self._values = first.values
         return first.with_more(Dicts([own for key, own in each.items() if key not in plain])).with_values([])
 
-    def _is_held(self, one: object) -> bool:
-        return id(one) in self._held or _is_atom(one)
+    def _is_known(self, one: object) -> bool:
+        return id(one) in self._known or is_atom(one)
 
     def _find_rest(self, world: Reaching, reading: Reached) -> None:
         """Find the places of the objects that cannot be held weakly."""
         dicts = {*map(id, world.dicts)} - {*map(id, reading.dicts)}
-        owners = {id(one) for one in world.bindings.owners if not _is_weak(one)}
-        objects = {id(one) for one in world.bindings.objects if not _is_weak(one)}
+        owners = {id(one) for one in world.bindings.owners if not is_weak(one)}
+        objects = {id(one) for one in world.bindings.objects if not is_weak(one)}
         others = dict.fromkeys(owners | objects, Reached.read_slots)
         for one in world.rest:
             if type(one) is Container:
                 others[id(one.item)] = Reached.read_items
-            elif type(one) is Foreign and not _is_weak(one.item):
+            elif type(one) is Foreign and not is_weak(one.item):
                 others[id(one.item)] = Reached.read_foreign
         tables = {id(one) for one in world.tables}
         found: set[int] = set()
@@ -223,7 +236,7 @@ class Structure:
                     self._tables.append(place)
                 elif key in dicts:
                     each[place] = None
-                elif issubclass(type(one), tuple) and not _is_atom(one):
+                elif issubclass(type(one), tuple) and not is_atom(one):
                     each[place] = Reached.read_tuple
                 elif key in others:
                     each[place] = others[key]
@@ -253,33 +266,13 @@ class Structure:
         except KeyError:
             raise CannotBeHeldError from None
 
-    def _pin(self, reading: Reached) -> None:
-        """Note which objects were seen, and keep those alive that refer to nothing."""
-        names = (self._dicts.keys, *(one for one in reading.shape if type(one) is list))
-        if not all(map(_is_atom, chain.from_iterable(names))):
-            raise CannotBeHeldError  # a dict has objects for keys
-        again = {*self._tables, *self._tensors, *chain.from_iterable(one.places for one in self._rounds)}
-        place_of = {id(reading.seen[place]): place for place in again}
-        self._aliases: list[tuple[int, int]] = []
-        kept: list[object] = []
-        for place, one in enumerate(reading.seen):
-            first = place_of.get(id(one))
-            if first is not None and first != place:
-                self._aliases.append((first, place))
-            kept.append(_NO_ATOM if first is not None else self._kept(one))
-        self._atoms = [one for one in kept if one is not _NO_ATOM]
-        self._plain = [one is not _NO_ATOM for one in kept]
-        pairs = zip(kept, reading.seen, strict=True)
-        self._others = [one is _NO_ATOM and id(found) not in place_of for one, found in pairs]
-        self._ids = [*map(id, compress(reading.seen, self._others))]
-
-    def _kept(self, one: object) -> object:
-        """Return what is kept of an object: itself, if it refers to nothing."""
-        if _is_atom(one):
-            return one
-        if not isinstance(one, _OF_CLASSES) and id(one) not in self._held:
+    def _pins(self, one: object) -> bool:
+        """Return whether an object is kept, since it refers to nothing; else note when it dies."""
+        if is_atom(one):
+            return True
+        if not isinstance(one, _OF_CLASSES) and id(one) not in self._known:
             self._hold(one)
-        return _NO_ATOM
+        return False
 
     # ---------------------------------------------------------------------------------------------------- reading
 
@@ -289,13 +282,13 @@ class Structure:
         if values is None or (any(map(is_not, self._values, values)) and not self._differ_plainly(values)):
             return None
         world = Reached(self._dicts.with_values(values), values[len(self._values) :])
-        world.is_inert, world.sets_generators = self._is_inert, self._sets_generators
-        world.passes_versions = self._passes_versions
-        world.modules, world.generators = [*map(call, self._modules)], [*map(call, self._generators)]
+        held = self._held
+        world.is_inert, world.sets_generators, world.passes_versions = self._facts
+        world.modules, world.generators = [*map(call, held.modules)], [*map(call, held.generators)]
         world.roots = [world.modules[number] for number in self._roots]
         bindings = world.bindings
-        bindings.objects, bindings.owners = [*map(call, self._objects)], [*map(call, self._owners)]
-        bindings.functions = [*map(call, self._functions)]
+        bindings.objects, bindings.owners = [*map(call, held.objects)], [*map(call, held.owners)]
+        bindings.functions = [*map(call, held.functions)]
         bindings.cells = [*chain.from_iterable(filter(None, map(_closure, bindings.functions)))]
         if self._names:
             spaces = [*map(call, self._spaces)]
@@ -304,20 +297,20 @@ class Structure:
             world.take(bindings, bindings.read())
         for one in self._classes:
             world.take(one, one.read())
-        for one in self._slotted:
+        for one in held.slots:
             world.read_slots(one())
-        for one in self._foreign:
+        for one in held.foreign:
             world.read_foreign(one())
-        for one in self._locals:
+        for one in held.locals:
             world.read_named(ThreadLocal(one()))
-        for one in self._namespaces:
+        for one in held.namespaces:
             world.found.append((LaterNames(vars(one())), {}))
         return world
 
     def _differ_plainly(self, values: list[Any]) -> bool:
         """Return whether only numbers and strings differ in the dicts that hold nothing else."""
         pairs = zip(self._values, values, strict=False)
-        if not all(one is before or (_is_atom(before) and _is_atom(one)) for before, one in pairs):
+        if not all(one is before or (is_atom(before) and is_atom(one)) for before, one in pairs):
             return False
         self._values = values[: len(self._values)]
         return True
@@ -333,40 +326,10 @@ class Structure:
             reading.loose = [tensors[number] for number in self._loose]
         if reading.late:
             reading.found.append((reading.late, reading.late.read()))
-        if self._namespaces or self._imports or self._tables:
-            shape.append([len(vars(one())) for one in self._namespaces])
+        if self._held.namespaces or self._imports or self._tables:
+            shape.append([len(vars(one())) for one in self._held.namespaces])
             shape.append([*map(id, map(sys.modules.get, self._imports))])
             shape.append([len(seen[place]) > LONG for place in self._tables])
-
-    def _agrees(self, seen: list[Any]) -> bool:
-        """Return whether the objects that were seen are the same, but for what is plain."""
-        if [*map(id, compress(seen, self._others))] != self._ids:
-            return False
-        if any(seen[first] is not seen[place] for first, place in self._aliases):
-            return False
-        atoms = [*compress(seen, self._plain)]
-        if atoms != self._atoms:
-            if not all(map(_is_atom, atoms)):
-                return False
-            self._atoms = atoms
-        return True
-
-
-def _is_weak(one: object) -> bool:
-    try:
-        ref(one)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_atom(one: object) -> bool:
-    """Return whether an object refers to nothing that dies."""
-    if type(one) in _ATOMS:
-        return True
-    if type(one) is tuple:
-        return all(map(_is_atom, cast("tuple[object, ...]", one)))
-    return not (is_tracked(one) or issubclass(type(one), MUTABLE) or _is_weak(one))
 
 
 def _space_of(held: Weak) -> Dict:
