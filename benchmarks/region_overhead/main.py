@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path += map(str, Path(__file__).resolve().parents[:2])
 
 import _paths  # noqa: F401
 import torch
