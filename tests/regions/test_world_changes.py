@@ -55,7 +55,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.hidden, self.pair = [nn.Linear(4, 4)], (nn.Linear(4, 4), [1.0])
         self.slotted, self.options = Slotted(), {"inner": {"gain": 1.0}}
-        self.part, self.array = partial(scaled, box={"gain": 1.0}), np.ones(4, dtype=np.float32)
+        self.part, self.array = partial(scaled, box={"gain": 1.0}), np.ones(4)
         self.function = closed_over([1.0])
         self.linear = nn.Linear(4, 4)
         self.box = types.SimpleNamespace(gain=1.0)
@@ -66,7 +66,7 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         gain = self.box.gain * self.state.gain * self.gain_of_class * self.sealed.gain * sum(self.gains) * self.scale
-        gain = gain * self.slotted.gain * self.options["inner"]["gain"] * torch.from_numpy(self.array.copy())
+        gain = gain * self.slotted.gain * self.options["inner"]["gain"] * float(self.array[0])
         gain = gain * getattr(settings, "late", settings.gain)
         x = self.pair[0](self.hidden[0](x)) * self.pair[1][0] + self.part(x) * self.function(x)
         return torch.tanh(self.linear(x) * gain * factor(x))
@@ -317,6 +317,15 @@ def test_a_change_is_noticed(change, when, way):
 
     assert len(plain) == len(ours)
     assert all(a is b or torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_a_default_device_is_no_reason_to_search():
+    block = wrap(Block(), "inner")
+    with torch.get_default_device():
+        for _ in range(2):
+            block(torch.ones(4, 4)).sum().backward()
+
+    assert root_of(block.inner).recall() is not None
 
 
 def test_a_tensor_that_has_another_ones_attributes_is_not_as_before():

@@ -19,7 +19,7 @@ from torchremat.ambient.registry import Captured, entries
 from torchremat.regions.diagnosis.operators import OperatorLog
 from torchremat.regions.inputs import Frozen, Source
 from torchremat.regions.selective.cache import Selection
-from torchremat.state.code import function_of
+from torchremat.state.code import function_of, is_library
 from torchremat.state.following.objects import reach_arguments
 from torchremat.state.guarded import looks_after_itself
 from torchremat.state.naming import name_of
@@ -117,7 +117,8 @@ class Call:
         ambient = self.ambient_state = ambient_state()
         self.context = copy_context()
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
-        modes = ambient.modes if ambient.has_modes else ()
+        # torch's own, as that of a default device, have no state of the user's.
+        modes = [one for one in ambient.modes if not is_library(type(one).__module__)] if ambient.has_modes else ()
         is_bare = not (objects or guard or special or modes) and len(roots) == 1
         root, roots = known_root(roots)
         plain = plain_cells(roots[0]) if is_bare else None
