@@ -328,6 +328,20 @@ def test_a_default_device_is_no_reason_to_search():
     assert root_of(block.inner).recall() is not None
 
 
+def test_a_tensor_in_place_of_an_equal_number_is_another_structure():
+    # It would be in no list of tensors, and a write to it would go unseen.
+    block = wrap(Block(), "inner")
+    block.inner.number = 1.0
+    for _ in range(2):
+        block(torch.ones(4, 4)).sum().backward()
+    root = root_of(block.inner)
+    assert root.recall() is not None
+
+    block.inner.number = torch.tensor(1.0)
+
+    assert root.recall() is None
+
+
 def test_a_tensor_that_has_another_ones_attributes_is_not_as_before():
     # The next step shared a snapshot that knew only the attributes which the other tensor has now.
     block = wrap(Block(), "inner")

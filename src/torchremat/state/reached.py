@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterable
 from gc import is_tracked
 from itertools import compress, repeat
+from operator import is_not
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -160,7 +161,7 @@ class Expected:
         if any(seen[first] is not seen[place] for first, place in self._aliases):
             return False
         atoms = [*compress(seen, self._plain)]
-        if atoms != self._atoms:
+        if any(map(is_not, atoms, self._atoms)):  # not by value: a tensor may be equal to a number
             if not all(map(is_atom, atoms)):
                 return False
             self._atoms = atoms
