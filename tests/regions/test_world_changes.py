@@ -354,7 +354,7 @@ def test_a_tensor_that_has_another_ones_attributes_is_not_as_before():
     torch.utils.swap_tensors(weight, other)
     second = root_of(block.inner).recall()
 
-    assert [vars(block.inner.linear.weight) in one.dicts for one in (first, second)] == [False, True]
+    assert [vars(block.inner.linear.weight) in one.contents.all_dicts for one in (first, second)] == [False, True]
 
 
 def dies(root, change):

@@ -185,12 +185,13 @@ def _taking(names: tuple[str, ...]) -> Callable[[Mapping[str, object]], Iterable
 class ClassData(Holder):
     """Attributes that a class has itself, and those that it is given later."""
 
-    __slots__ = ("_class", "_names", "_size", "_take")
+    __slots__ = ("_class", "_names", "_own", "_size", "_take")
 
     def __init__(self, kind: type, names: tuple[str, ...]) -> None:
         self._class = ref(kind)  # its objects keep it alive, and a holder may be shared by calls
+        self._own = vars(kind)
         self._names = names
-        self._size = len(vars(kind))
+        self._size = len(self._own)
         self._take = _taking(names)
 
     def values(self) -> list[object]:
@@ -199,7 +200,7 @@ class ClassData(Holder):
 
     def read(self) -> list[object]:
         """Return its current contents; last, the attributes it has been given since."""
-        own: Mapping[str, object] = self._kind.__dict__
+        own = self._own
         if len(own) == self._size:
             try:
                 return [*self._take(own), ()]
@@ -207,6 +208,16 @@ class ClassData(Holder):
                 pass
         later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
         return [*map(own.get, self._names, repeat(ABSENT)), tuple(later)]
+
+    def is_same(self, before: list[Any]) -> bool:
+        """Return whether it has the very attributes that `read` returned."""
+        own = self._own
+        if len(own) != self._size or before[-1]:
+            return super().is_same(before)
+        try:
+            return not any(map(is_not, self._take(own), before))
+        except KeyError:
+            return False
 
     @property
     def _kind(self) -> type:
@@ -222,7 +233,7 @@ class ClassData(Holder):
             if name not in dict(given):
                 type.__delattr__(self._kind, name)
         for name, before in (*given, *zip(self._names, values, strict=True)):
-            now = vars(self._kind).get(name, ABSENT)
+            now = self._own.get(name, ABSENT)
             if now is before:
                 continue
             if before is ABSENT:
@@ -238,7 +249,11 @@ class ClassValues(ClassData):
 
     def read(self) -> list[object]:
         """Return their values; none was given since."""
-        return [*map(vars(self._kind).get, self._names, repeat(ABSENT)), ()]
+        return [*map(self._own.get, self._names, repeat(ABSENT)), ()]
+
+    def is_same(self, before: list[Any]) -> bool:
+        """Return whether it has the very values that `read` returned."""
+        return not any(map(is_not, self.read(), before))
 
 
 class LaterNames(ItemHolder):

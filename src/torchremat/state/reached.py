@@ -50,8 +50,7 @@ class Reached(World):
 
     def __init__(self, then: Dicts, seen: list[Any]) -> None:
         super().__init__()
-        self.then = then
-        self.dicts = then.dicts
+        self.then = [then]
         self.found: list[tuple[Holder, Any]] = []
         self.seen = seen
         self.shape: list[Any] = []
@@ -64,18 +63,9 @@ class Reached(World):
     def read_dicts(self, dicts: list[Dict]) -> None:
         """Read dicts."""
         found = Dicts(dicts)
-        self.then = self.then.with_more(found)
-        self.dicts += dicts
+        self.then.append(found)
         self.seen += found.values
         self.shape += ([*map(size_of, dicts)], found.keys)
-
-    def read_attributes(self, dicts: list[Dict]) -> None:
-        """Read the attributes of tensors, of which most have none."""
-        if any(dicts):
-            self.read_dicts(dicts)
-        else:
-            self.then.add_empty(dicts)
-            self.dicts += dicts
 
     def take(self, holder: Holder, contents: list[Any]) -> None:
         """Take what a holder has read."""

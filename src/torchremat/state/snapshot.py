@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchremat._compat.transforms import is_transformed
 from torchremat.state.backups import Backups
-from torchremat.state.containers import Dict, Dicts
+from torchremat.state.containers import Dict
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import WatchedShard, copied_hooks, flags_of, listen_to_optimizers, put_hooks_back
 from torchremat.state.reading import WrittenError, WrittenTensors
@@ -75,7 +75,6 @@ class Snapshot:
 
     The state that an `Exchange` shows, and compares with the current one:
         contents: What was held then.
-        dicts: The dicts among the holders.
         watched: The tensors, with an alias without graph for one that has a graph; `flags` are their versions and their
             `requires_grad`.
         shards: The parameters that FSDP2 manages.
@@ -85,7 +84,7 @@ class Snapshot:
     """
 
     __slots__ = (
-        "__weakref__", "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "contents", "dicts", "flags",
+        "__weakref__", "_leaf_hooks", "_leaves", "_stamps", "backups", "by_forward", "contents", "flags",
         "generators", "graphed", "guarded", "is_inert", "modules", "named", "past_versions", "roots", "sets_generators",
         "shards", "waits", "watched",
     )  # fmt: skip
@@ -98,7 +97,6 @@ class Snapshot:
         self.named = frozenset(world.named)
         self.by_forward: frozenset[int] = frozenset()
         self.past_versions: frozenset[int] = frozenset()
-        self.dicts = world.dicts
         self.is_inert, self.sets_generators = world.is_inert and not guard, world.sets_generators
         self.watched = world.tensors
         self.flags = [*map(flags_of, world.tensors)]
@@ -128,7 +126,7 @@ class Snapshot:
         world = Reaching()
         world.bindings.cells += cells
         found = cls(world)
-        found.contents = WorldState(Dicts([]), [(world.bindings, contents)])
+        found.contents = WorldState([], [(world.bindings, contents)])
         return found
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
@@ -153,12 +151,13 @@ class Snapshot:
     @property
     def containers(self) -> frozenset[int]:
         """The ids of the containers that are restored."""
-        return frozenset([*map(id, self.dicts), *(id(one.item) for one, _ in self.contents.rest)])
+        contents = self.contents
+        return frozenset([*map(id, contents.all_dicts), *(id(one.item) for one, _ in contents.rest)])
 
     def restores(self, container: object) -> bool:
         """Return whether a container is one of these."""
         rest = self.contents.rest
-        return any(map(is_, self.dicts, repeat(container))) or any(one.item is container for one, _ in rest)
+        return any(map(is_, self.contents.all_dicts, repeat(container))) or any(one.item is container for one, _ in rest)
 
     @property
     def has_shards(self) -> bool:
@@ -252,12 +251,13 @@ class Snapshot:
         if self.waits:
             return
         gone = {id(one) for one in self.graphed.values() if one.is_gone}
-        then = self.contents.dicts.as_now(gone) if gone else self.contents.dicts
+        then = [own.as_now(gone) for own in self.contents.dicts] if gone else self.contents.dicts
         kept = [pair for pair in self.contents.rest if not (gone and _holds(pair[1], gone))]
         contents = WorldState(then, kept).with_others({id(one): one.shown() for one in self.graphed.values()})
-        if not contents.dicts.are_here():
-            ours = [(own, _ours(own)) for own in self.dicts]
-            contents.dicts.write()
+        if not all(own.are_here() for own in contents.dicts):
+            ours = [(own, _ours(own)) for own in self.contents.all_dicts]
+            for own in contents.dicts:
+                own.write()
             for own, now in ours:
                 for key in _ours(own).keys() - now.keys():
                     dict.__delitem__(own, key)

@@ -212,7 +212,7 @@ class Structure:
 
     def _find_rest(self, world: Reaching, reading: Reached) -> None:
         """Find the places of the objects that cannot be held weakly."""
-        dicts = {*map(id, world.dicts)} - {*map(id, reading.dicts)}
+        dicts = {*map(id, world.dicts)} - {*map(id, reading.read().all_dicts)}
         owners = {id(one) for one in world.bindings.owners if not is_weak(one)}
         objects = {id(one) for one in world.bindings.objects if not is_weak(one)}
         others = dict.fromkeys(owners | objects, Reached.read_slots)
@@ -320,7 +320,7 @@ class Structure:
         seen, shape = reading.seen, reading.shape
         if self._tensors:
             tensors = reading.tensors = [seen[place] for place in self._tensors]
-            reading.read_attributes([*map(_attributes, tensors)])
+            reading.read_dicts([*map(_attributes, tensors)])
             shape += ([*map(id, map(type, tensors))], [*map(_requires_grad, tensors)])
             reading.state = [(reading.modules[number], name, tensors[one]) for number, name, one in self._state]
             reading.loose = [tensors[number] for number in self._loose]
@@ -345,7 +345,7 @@ def _is_part(world: Reaching, reading: Reached) -> bool:
     """Return whether all that a search has found was read."""
     own, here, late = world.bindings, reading.bindings, reading.late
     pairs: list[tuple[Iterable[object], Iterable[object]]] = [
-        (world.dicts, reading.dicts),
+        (world.dicts, reading.read().all_dicts),
         (own.cells, here.cells),
         (own.objects, [*here.objects, *late.objects]),
         (own.owners, [*here.owners, *late.owners]),

@@ -31,7 +31,6 @@ class World(ABC):
     """Everything that can be reached from some roots.
 
     Attributes:
-        dicts: Attributes, tables of modules, dicts: every dict.
         rest: The other holders, by kind.
         bindings: The values of cells, names and defaults, and the classes of objects.
         tensors: The tensors that count their versions. The recompute of a region is told if one was written.
@@ -49,14 +48,13 @@ class World(ABC):
     """
 
     __slots__ = (
-        "bindings", "dicts", "generators", "loose", "modules", "named", "passes_versions", "rest", "roots",
+        "bindings", "generators", "loose", "modules", "named", "passes_versions", "rest", "roots",
         "sets_generators", "shards", "state", "tensors", "waits",
     )  # fmt: skip
 
     is_inert: bool
 
     def __init__(self) -> None:
-        self.dicts: list[Dict] = []
         self.rest: list[Holder] = []
         self.bindings = Bindings()
         self.tensors: list[Tensor] = []
@@ -80,6 +78,7 @@ class Reaching(World):
     """The search for everything that can be reached from some roots, and what it has found so far.
 
     Attributes:
+        dicts: Attributes, tables of modules, dicts: every dict.
         optimizers: Each optimizer once.
         proxied: The targets of weak proxies that were met whole; they are not followed.
         partials: Each `functools.partial` once.
@@ -103,13 +102,14 @@ class Reaching(World):
     """
 
     __slots__ = (
-        "asked", "called", "classes", "files", "has_cached", "homes", "imports", "in_file", "is_argument", "is_named",
+        "asked", "called", "classes", "dicts", "files", "has_cached", "homes", "imports", "in_file", "is_argument", "is_named",
         "is_whole", "leaves_iterators", "met", "methods", "namespaces", "optimizers", "partials", "pending", "proxied",
         "runs_code", "seen", "tables",
     )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
+        self.dicts: list[Dict] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.proxied: list[object] = []
         self.partials: list[functools.partial[object]] = []
@@ -146,7 +146,7 @@ class Reaching(World):
             self.dicts += hooks_of_all_modules
         if self.bindings:
             self.rest.append(self.bindings)
-        return WorldState(Dicts(self.dicts), [(one, one.read()) for one in self.rest])
+        return WorldState([Dicts(self.dicts)], [(one, one.read()) for one in self.rest])
 
     def skip(self, item: object) -> None:
         """Leave one object alone."""

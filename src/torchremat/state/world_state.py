@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_not
 from typing import Any
 
-from torchremat.state.containers import Dicts, holds_same, with_others
+from torchremat.state.containers import Dict, Dicts, holds_same, with_others
 from torchremat.state.holders import Holder
 
 
@@ -14,34 +14,46 @@ class WorldState:
     """What many holders hold at one moment.
 
     Attributes:
-        dicts: The contents of dicts.
+        dicts: The contents of dicts, of many in one piece.
         rest: The other holders, each with its contents.
     """
 
     __slots__ = ("dicts", "rest")
 
-    def __init__(self, dicts: Dicts, rest: list[tuple[Holder, Any]]) -> None:
+    def __init__(self, dicts: Sequence[Dicts], rest: list[tuple[Holder, Any]]) -> None:
         self.dicts = dicts
         self.rest = rest
 
+    @property
+    def all_dicts(self) -> list[Dict]:
+        """The dicts, one by one."""
+        return [own for each in self.dicts for own in each.dicts]
+
     def are_here(self) -> bool:
         """Return whether the same is held now, the very objects in the same places."""
-        return self.dicts.are_here() and all(one.is_same(before) for one, before in self.rest)
+        for own in self.dicts:
+            if not own.are_here():
+                return False
+        for one, before in self.rest:
+            if not one.is_same(before):
+                return False
+        return True
 
     def is_that_of(self, other: WorldState) -> bool:
         """Return whether another one, of the same holders, has the very same objects, and none that is copied."""
-        pairs = zip(self.rest, other.rest, strict=True)
-        return not any(map(is_not, self.dicts.values, other.dicts.values)) and all(
+        dicts, pairs = zip(self.dicts, other.dicts, strict=True), zip(self.rest, other.rest, strict=True)
+        return not any(any(map(is_not, now.values, before.values)) for now, before in dicts) and all(
             isinstance(now, list | dict) and holds_same(now, before) for (_, now), (_, before) in pairs
         )
 
     def now(self) -> WorldState:
         """Return what the same holders hold now."""
-        return WorldState(Dicts(self.dicts.dicts), [(one, one.read()) for one, _ in self.rest])
+        return WorldState([Dicts(own.dicts) for own in self.dicts], [(one, one.read()) for one, _ in self.rest])
 
     def write(self) -> set[int]:
         """Let the holders hold it again; return the ids of the objects that had changed."""
-        changed = self.dicts.write()
+        changed: set[int] = set()
+        changed.update(*(own.write() for own in self.dicts))
         for one, before in self.rest:
             if not one.is_same(before):
                 one.write(before)
@@ -53,4 +65,4 @@ class WorldState:
         if not others:
             return self
         rest = [(one, with_others(before, others)) for one, before in self.rest]
-        return WorldState(self.dicts.with_others(others), rest)
+        return WorldState([own.with_others(others) for own in self.dicts], rest)
