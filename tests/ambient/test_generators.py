@@ -113,7 +113,7 @@ def test_a_generator_with_which_nobody_draws_is_not_kept():
     generator = torch.Generator()
     region.call(lambda x, _: x.exp(), (leaf(3), generator), {}, [])
 
-    assert region.recording.calls[0].generators == {}
+    assert region.calls[0].generators == {}
 
 
 def test_backward_in_several_threads_draws_what_each_forward_drew():

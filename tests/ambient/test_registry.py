@@ -192,4 +192,4 @@ def test_nothing_is_captured_if_nothing_is_registered():
     region = Region(Settings())
     region.call(torch.exp, (leaf(3),), {}, [])
 
-    assert region.recording.calls[0].captured is None
+    assert region.calls[0].captured is None

@@ -472,7 +472,7 @@ def test_steps_share_a_snapshot_of_what_they_reach_while_it_stays(changes, world
     assert last.requires_grad
     assert len(regions) == 10  # the last step is a plain one
     # The first step searches, and the second compares.
-    assert len({id(one.recording.calls[0].world) for one in regions}) == worlds
+    assert len({id(one.calls[0].world) for one in regions}) == worlds
 
 
 def test_steps_that_may_write_past_versions_share_no_snapshot():

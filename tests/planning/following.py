@@ -321,7 +321,7 @@ class Following(UnitObserver):
 
     def meets(self, region):
         if region not in self.names:
-            label = region.recording.label
+            label = region.label
             first, last = (label.first, label.last) if isinstance(label, RegionPlace) else (self.unit_of(region),) * 2
             members = range(first, last + 1)
             depth = len(thread.now.calls) + 1
@@ -454,7 +454,7 @@ class Following(UnitObserver):
         slot = region.slots[index]()
         is_held = slot is not None and slot.value is not None  # as the output of an operator, from the forward on
         if region in self.names and index not in self.slots[region] and not is_held:
-            unit = self.units_in[region][region.recording.call_of(index)]
+            unit = self.units_in[region][region.call_of(index)]
             if unit not in self.asked_for:
                 self.asked_for.add(unit)
                 self.events.append(f"backward {unit}")

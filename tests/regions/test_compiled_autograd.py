@@ -295,7 +295,7 @@ def test_what_a_partial_backward_did_not_need_is_dropped_at_its_end(backend):
 
     alive = objects(Region)
     assert alive
-    assert [key for region in alive for key in region.waiting.owners] == []
+    assert [key for region in alive for key in region.owners] == []
     assert waiting() == []
 
 

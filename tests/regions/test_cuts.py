@@ -221,7 +221,7 @@ def test_a_session_recomputes_all_parts_at_once_where_they_would_stay(passes, ba
 
     assert module.ran == "abcd" + ran
     assert all(map(torch.equal, [x.grad, module.weight.grad], plain))
-    assert region.waiting.owners == {}
+    assert region.owners == {}
 
 
 def test_a_session_has_a_part_in_memory_at_a_time_unless_it_retains_the_graph():
@@ -308,7 +308,7 @@ def test_what_fails_in_a_later_part_leaves_nothing_behind():
     with pytest.raises(ValueError, match="not again"):
         loss.backward()
 
-    assert region.waiting.owners == {}
+    assert region.owners == {}
     assert all(slot() is None or slot().task is None for slot in region.slots)
     dead = ref(region)
     del region, loss
@@ -436,7 +436,7 @@ def test_leaves_in_turn_and_threads_at_once_have_their_own_parts():
     assert all(map(torch.equal, at_once, plain * 8))
     assert once == 2 * "abcdabcaba"
     assert len(module.ran) == 8 * len(once)
-    assert region.waiting.owners == {}
+    assert region.owners == {}
 
 
 @only_watches

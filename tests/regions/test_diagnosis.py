@@ -355,10 +355,10 @@ def made(function, *inputs):
 
 def explained(region, index):
     """The message for a saved tensor whose values differ."""
-    count = len(region.recording.metadata)
-    then = region.recording.metadata[index]
+    count = len(region.metadata)
+    then = region.metadata[index]
     difference = Difference(kind="values", index=index, then=then, now=then, saved_then=count, saved_now=count)
-    text = explain(region.recording, 0, difference)
+    text = explain(region, 0, difference)
     assert text.count("\n") + 1 < 30
     return text
 
@@ -378,7 +378,7 @@ def net():
 )
 def test_values_that_were_written_past_their_version(index, name, operator):
     region, y = made(net(), leaf(3, 4))
-    shape = tuple(region.recording.metadata[index][0])
+    shape = tuple(region.metadata[index][0])
 
     text = explained(region, index)
 

@@ -338,7 +338,7 @@ def test_random_numbers_are_kept_only_where_they_were_drawn():
         region.call(module, (torch.ones(4, requires_grad=True),), {}, [module])
         regions.append(region)
 
-    assert [sum(state.nbytes for state in region.recording.calls[0].generators.values()) for region in regions] == [
+    assert [sum(state.nbytes for state in region.calls[0].generators.values()) for region in regions] == [
         5056,
         0,
     ]

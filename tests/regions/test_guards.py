@@ -266,7 +266,7 @@ def test_only_what_is_written_in_a_named_object_is_kept():
 
     y = checkpointed(lambda x: (cache.update(0, 0, x.detach()).clone() * x.exp()).sin(), guard=[cache])(x)
     (region,) = [one for one in live_regions() if one.settings.guard == (cache,)]
-    backups = region.recording.calls[0].world.backups
+    backups = region.calls[0].world.backups
 
     assert [one.before.nbytes for one in backups.written.values()] == [4 * 4 * 3]
     assert not backups._all and not backups._left

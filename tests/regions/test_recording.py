@@ -11,7 +11,7 @@ def recorded():
     x = torch.ones(3, requires_grad=True)
     y = region.call(torch.exp, (x,), {}, [torch.exp], last=False)
     z = region.call(torch.mul, (y, x), {}, [torch.mul])
-    return region.recording, z
+    return region, z
 
 
 def test_what_two_calls_have_noted():
@@ -22,7 +22,7 @@ def test_what_two_calls_have_noted():
     assert [call.sources for call in recording.calls] == [[0], [(0, 0), 0]]
     assert [tuple(one[0]) for one in recording.metadata] == [(3,)] * 3
     assert [recording.call_of(index) for index in range(3)] == [0, 1, 1]
-    assert (len(recording.inputs.held), recording.is_running, recording.runs_backward) == (1, False, False)
+    assert (len(recording.held), recording.is_running, recording.runs_backward) == (1, False, False)
 
 
 def test_a_call_that_raised_is_cut_off():
@@ -49,4 +49,4 @@ def test_what_is_needed_to_run_again_is_released():
 
     recording.clear()
 
-    assert (recording.calls, recording.inputs.held, len(recording.metadata)) == ([], [], 3)
+    assert (recording.calls, recording.held, len(recording.metadata)) == ([], [], 3)

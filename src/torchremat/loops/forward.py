@@ -15,8 +15,7 @@ from torchremat._compat.transforms import hooks_under_transforms, is_transformed
 from torchremat.loops.carries import Carry, HeldInput
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import CarriedInput, Stretches
-from torchremat.regions.calls import CallArguments
-from torchremat.regions.inputs import Source
+from torchremat.regions.calls import CallArguments, Source
 from torchremat.regions.region import Region
 from torchremat.regions.runs import continued
 from torchremat.regions.settings import Settings
@@ -90,7 +89,7 @@ class Forward:
         finally:
             here.kept = None
             # A module may have made its parameters in the step, which then cannot run again.
-            self._before, self._region = (here, region) if region.recording.calls else (None, None)
+            self._before, self._region = (here, region) if region.calls else (None, None)
 
     def move(self, tensors: list[Tensor], place: int) -> None:
         """Move the carry of the last step to a store."""

@@ -36,7 +36,7 @@ class Keeping(Observer):
     def ended(self, region: Recomputable, call: int, output: object) -> None:
         """Let them stay, and drop the ones of the step before."""
         own = cast("Region", region)
-        own.waiting.stays_for = _FORWARD
+        own.stays_for = _FORWARD
         self._region = ref(own)
 
     def _region_alive(self) -> Region | None:
@@ -46,7 +46,7 @@ class Keeping(Observer):
         """Drop the saved tensors of the step that ran last."""
         region = self._region_alive()
         if region is not None:
-            region.waiting.stays_for = None
+            region.stays_for = None
             region.forget(_FORWARD)
 
 
@@ -89,7 +89,7 @@ class Measuring(Keeping):
     def ended(self, region: Recomputable, call: int, output: object) -> None:
         """Note what the body reaches."""
         super().ended(region, call, output)
-        self._before += region.recording.calls[call].reached()
+        self._before += region.calls[call].reached()
 
     def end(self, given: list[Tensor], returned: list[Tensor]) -> StepBytes:
         """Return the bytes, and let go of the tensors."""
@@ -108,7 +108,7 @@ class Measuring(Keeping):
             carry=sum(size for address, size in carry.items() if address not in before),
             step=sum(size for address, size in saved.items() if address not in before) + shared,
             shared=shared,
-            state=0 if region is None else sum(one.nbytes for one in region.recording.calls[0].generators.values()),
+            state=0 if region is None else sum(one.nbytes for one in region.calls[0].generators.values()),
         )
 
 

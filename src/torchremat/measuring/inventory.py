@@ -132,7 +132,7 @@ class Inventory:
         if isinstance(packed, SavedPlaceholder):
             return
         if isinstance(packed, Slot):
-            self._add_region(packed.region.recording)
+            self._add_region(packed.region)
             if packed.value is None:
                 self.region_slots += 1
                 return
@@ -154,7 +154,7 @@ class Inventory:
         if id(recording) in self.regions:
             return
         self.regions.add(id(recording))
-        for held in recording.inputs.held:
+        for held in recording.held:
             kept = held.kept if held.is_hooked else held.alias()
             if kept is not None and not isinstance(kept, nn.Parameter):
                 self._add_foreign(kept, None, _INPUT)

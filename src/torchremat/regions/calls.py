@@ -17,7 +17,7 @@ from torchremat.ambient.generators import States, drawn, generator_states
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.registry import Captured, entries
 from torchremat.regions.diagnosis.operators import OperatorLog
-from torchremat.regions.inputs import Frozen, Source
+from torchremat.regions.frozen import Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, is_library
 from torchremat.state.following.objects import reach_arguments
@@ -35,6 +35,10 @@ from torchremat.tensors.structure import tensors_in
 # What a call runs: the user's function, or a wrapper of ours around it. A recompute runs the same body as the forward,
 # so a body must look up nothing that may have changed since.
 Body = Callable[..., object]
+
+
+# The source of a call's argument: an input that the region holds, by number, or the output of an earlier call.
+Source = int | tuple[int, int]
 
 
 class Call:

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from torchremat.errors import UnsupportedError
 from torchremat.regions.calls import Call
-from torchremat.regions.inputs import Frozen
+from torchremat.regions.frozen import Frozen
 from torchremat.regions.reentrant import is_in_reentrant_forward
 from torchremat.regions.threads import Carried, thread
 

@@ -15,8 +15,8 @@ def footprint_bytes(region: Recomputable, key: Key) -> int:
 
     Inputs that the region holds and parameters of its modules are in memory in any case.
     """
-    given = [held.kept for held in region.recording.inputs.held]
-    given += [one for call in region.recording.calls for one in call.world.tensors()]
+    given = [held.kept for held in region.held]
+    given += [one for call in region.calls for one in call.world.tensors()]
     here = {_address(one.untyped_storage()) for one in given if isinstance(one, Tensor)}
     return sum(one.nbytes() for one in waiting_storages(region, key) if _address(one) not in here)
 

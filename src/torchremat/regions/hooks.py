@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from torchremat._compat.autograd import current_graph_task, current_node, python_node, retains_graph
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.regions.sessions import Session, active_session
-from torchremat.regions.slots import Key, Recomputable, Slot, Slots, alive, written_in_region
+from torchremat.regions.slots import Key, Recomputable, Slot, alive, written_in_region
 from torchremat.regions.threads import thread
+from torchremat.regions.values import Fingerprints
 from torchremat.tensors.packed import unpacked_in_graphs
 from torchremat.tensors.versioned import Versioned
 
@@ -43,7 +44,7 @@ def unpack(slot: Slot | Tensor) -> Tensor:
         return slot.region.unpack(slot)
     tensor = slot.tensor
     if tensor._version != slot.version:
-        raise written_in_region(slot.region.recording, slot.index, Versioned(tensor, slot.version))
+        raise written_in_region(slot.region, slot.index, Versioned(tensor, slot.version))
     return tensor
 
 
@@ -90,17 +91,19 @@ def pin(slot: Slot, key: Key) -> bool:
     return True
 
 
-class Waiting:
-    """The owners for which a region has been recomputed, and which of them ask for a tensor again.
+class Waiting(Recomputable):
+    """A region as a place where recomputed tensors wait: for whom, and which of these ask for a tensor again.
 
     Attributes:
         owners: The backwards and sessions, each with the first save that is there, see NOTE [ A recompute in parts ].
         stays_for: The backward whose recomputed tensors stay: see `let_go`.
     """
 
-    __slots__ = ("_asked", "owners", "stays_for")
+    __slots__ = ("_asked", "owners", "slots", "stays_for")
 
-    def __init__(self) -> None:
+    def __init__(self, label: object, fingerprints: Fingerprints | None) -> None:
+        super().__init__(label, fingerprints)
+        self.slots = []
         self.owners: dict[Key, int] = {}
         self.stays_for: int | None = None
         # By slot, the backward calls of a session that have asked for it.
@@ -138,23 +141,20 @@ class Waiting:
         tasks.add(task)
         return len(tasks) >= session.passes
 
-    def let_go(self, slots: Slots) -> bool:
-        """Return whether the inputs of the region can be released, and let its recomputed tensors stay if so.
-
-        They can if the running backward frees its graph and the whole region has been recomputed.
-        """
+    def let_stay(self) -> bool:
+        """Let the recomputed tensors stay if the running backward frees its graph; return whether all of them do."""
         task = current_graph_task()
-        if task not in self.owners or retains_graph() or any(slot.task != task for slot in alive(slots)):
+        if task not in self.owners or retains_graph() or any(slot.task != task for slot in alive(self.slots)):
             return False
         self.stays_for = task
         return True
 
-    def forget(self, key: Key, slots: Slots) -> None:
-        """Drop the recomputed tensors of an owner."""
+    def forget(self, key: Key) -> None:
+        """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
         self.owners.pop(key, None)
         if key == self.stays_for:
             return
-        for one in slots:
+        for one in self.slots:
             if (slot := one()) is not None:
                 slot.drop(key)
         if isinstance(key, Session):

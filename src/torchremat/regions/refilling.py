@@ -11,11 +11,10 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, is_traced_since, left_alone
 from torchremat.errors import bug
 from torchremat.regions.diagnosis.differences import Difference, Kind
-from torchremat.regions.recording import Recording
 from torchremat.regions.rules import last_needed
 from torchremat.regions.selective.kept import memory_of
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import Key, Slots, waits, written_in_region
+from torchremat.regions.slots import Key, Recomputable, waits, written_in_region
 from torchremat.regions.values import ValueCheck
 from torchremat.state.reading import WrittenTensors
 from torchremat.tensors.held import holding
@@ -49,9 +48,8 @@ class Refill:
     """The saves of one recompute, in their order.
 
     Args:
-        recording: What the region noted of its forward.
-        settings: How the region behaves.
-        slots: The slots of the forward.
+        region: The region.
+        settings: How it behaves.
         key: The owner of the tensors; None if a tensor is asked for outside any backward.
         only: The number of the one slot that is asked for, or those of a part; None for all that are alive.
         detached: How a tensor loses its graph.
@@ -77,25 +75,24 @@ class Refill:
     __slots__ = (
         "_detached", "_ends_early", "_filled", "_found", "_fresh", "_metadata", "_slots", "began", "count",
         "difference", "filled", "given", "is_served", "is_stopped", "keeps", "key", "last", "needed", "only",
-        "output", "recording", "returns", "task", "values", "written",
+        "output", "region", "returns", "task", "values", "written",
     )  # fmt: skip
 
     def __init__(
         self,
-        recording: Recording,
+        region: Recomputable,
         settings: Settings,
-        slots: Slots,
         key: Key | None,
         only: int | range | None,
         detached: Callable[[Tensor], Tensor] = Tensor.detach,
         *,
         returns: bool = False,
     ) -> None:
-        self.recording = recording
+        self.region = region
         self.key = key
         self.task = key if isinstance(key, int) and not retains_graph() else None
-        self._slots = slots
-        self._fresh = recording.fresh
+        self._slots = slots = region.slots
+        self._fresh = region.fresh
         self._detached = detached
         self._ends_early = settings.early_stop and not returns
         if isinstance(only, int):
@@ -107,16 +104,16 @@ class Refill:
         self.last = self.needed
         self._filled: set[int] | None = None
         self.given: Sequence[UntypedStorage] = ()
-        if recording.fresh:
+        if region.fresh:
             self.last = self._last()
         self.returns = returns
         self.output: object = None
         self.count = 0
-        self.keeps = recording.runs_backward
-        self._metadata = recording.metadata if settings.check != "none" else None
+        self.keeps = region.runs_backward
+        self._metadata = region.metadata if settings.check != "none" else None
         self.values: ValueCheck | None = None
-        if recording.fingerprints is not None:
-            self.values = ValueCheck(recording.name(0), recording.fingerprints, recording.metadata)
+        if region.fingerprints is not None:
+            self.values = ValueCheck(region.name(0), region.fingerprints, region.metadata)
         self.written: WrittenTensors | None = None
         self.is_served = False
         self.is_stopped = False
@@ -171,7 +168,7 @@ class Refill:
             self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
             self.is_served = True
-            if self._ends_early or self.recording.is_running:
+            if self._ends_early or self.region.is_running:
                 self.is_stopped = True
                 raise Stop  # See Rule 5
         return self._detached(tensor) if self.keeps else None  # See Rule 6
@@ -179,7 +176,7 @@ class Refill:
     def skip(self, tensor: Tensor) -> object:
         """Count the next saved tensor, and neither compare nor keep it."""
         self.count += 1
-        if self.recording.is_running and self.count > len(self.recording.metadata):
+        if self.region.is_running and self.count > len(self.region.metadata):
             self._stop()
         return tensor.detach() if self.keeps else None  # See Rule 6
 
@@ -189,7 +186,7 @@ class Refill:
         if self.needed >= 0:
             raise Stop  # See Rule 5
 
-    def found(self, recording: Recording) -> Tensor:
+    def found(self, region: Recomputable) -> Tensor:
         """Return the one tensor that was asked for without an owner.
 
         Raises:
@@ -197,7 +194,7 @@ class Refill:
         """
         assert self._found is not None
         if self._found.is_written:
-            raise written_in_region(recording, self.needed, self._found)
+            raise written_in_region(region, self.needed, self._found)
         return self._found.tensor
 
     def ended(self) -> Difference | None:
@@ -205,7 +202,7 @@ class Refill:
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:
-                self.difference = self._difference("values", found, self.recording.metadata[found])
+                self.difference = self._difference("values", found, self.region.metadata[found])
             else:
                 self.values.ended()
         return self.difference
@@ -229,7 +226,7 @@ class Refill:
 
     def _may_be_filled_later(self, index: int) -> bool:
         # See NOTE [ What is written after it was saved ]
-        fresh, filled, metadata = self._fresh, self._filled or (), self.recording.metadata
+        fresh, filled, metadata = self._fresh, self._filled or (), self.region.metadata
         pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
         return any(
             one in fresh
@@ -241,7 +238,7 @@ class Refill:
         )
 
     def _too_many(self) -> None:
-        if not self.recording.is_running:
+        if not self.region.is_running:
             self.difference = self.counted("too many", len(self._slots))
         self._stop()
 
@@ -251,7 +248,7 @@ class Refill:
         self._stop()
 
     def _difference(self, kind: Kind, index: int, now: Metadata) -> Difference:
-        then = self.recording.metadata[index]
+        then = self.region.metadata[index]
         return Difference(kind=kind, index=index, then=then, now=now, saved_then=len(self._slots), saved_now=self.count)
 
 

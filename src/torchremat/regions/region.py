@@ -56,18 +56,16 @@ from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
 from torchremat.regions.hooks import Waiting, noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
-from torchremat.regions.recording import Recording
-from torchremat.regions.refilling import Refill
 from torchremat.regions.rules import first_filled
 from torchremat.regions.selective.forward import Choosing, served
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import LOST, Key, Recomputable, ServedSlot, Slot, Slots, alive, slot_of, waits
+from torchremat.regions.slots import LOST, Key, ServedSlot, Slot, alive, slot_of, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.stores.stored_parameters import parameters_in_memory
-from torchremat.tensors.held import HeldTensor, holding
+from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import split_call
 
@@ -75,24 +73,21 @@ from torchremat.tensors.structure import split_call
 _Lock = type(threading.RLock())
 
 
-class Region(Recomputable):
+class Region(Waiting):
     """Calls that are recomputed together, in the order in which they ran."""
 
-    __slots__ = ("__weakref__", "_lock", "around", "began", "recording", "settings", "slots", "waiting")
+    __slots__ = ("__weakref__", "_lock", "around", "began", "settings")
 
-    # How an input is held, and how a recomputed tensor loses its graph: torch.func needs other functions.
-    held_tensor: type[HeldTensor] = HeldTensor
+    # How a recomputed tensor loses its graph: torch.func needs another function.
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(self, settings: Settings, label: object = None) -> None:
-        self.settings = settings
         # With `check="values"`; none in a recompute: the region that recomputes compares new tensors with earlier ones.
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
-        self.recording = Recording(label, Fingerprints() if compares else None, self.held_tensor)
-        self.slots: Slots = []
+        super().__init__(label, Fingerprints() if compares else None)
+        self.settings = settings
         self.began: Began  # the modes in which the last call began
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
-        self.waiting = Waiting()
         self._lock = _Lock()
         if open_sessions and (session := active_session()) is not None and not thread.now.recomputing:
             session.created(self)
@@ -136,29 +131,29 @@ class Region(Recomputable):
         last: bool,
         given: CallArguments | None,
     ) -> object:
-        recording, settings = self.recording, self.settings
-        number, first_slot, first_held = len(recording.calls), len(self.slots), len(recording.inputs.held)
+        settings = self.settings
+        number, first_slot, first_held = len(self.calls), len(self.slots), len(self.held)
         if given is None:
             found, objects = [], []  # `list[Tensor]()` takes twenty times as long
             template = split_call(args, kwargs, found, objects)
-            given = CallArguments(template, found, [], recording.inputs.take(found, last=last), objects=objects)
-        recording.inputs.held += given.held
+            given = CallArguments(template, found, [], self.take(found, last=last), objects=objects)
+        self.held += given.held
         tensors, call, observer = given.tensors, Call(body, given.template, given.sources, ref(self)), settings.observer
         if observer is not None:
-            held = [call.sources.index(one) for one in range(first_held, len(recording.inputs.held))]
+            held = [call.sources.index(one) for one in range(first_held, len(self.held))]
             observer.holds(self, number, held)
             observer.looks(self)
         call.look(given, roots, guard=settings.guard, preserve_rng=settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
         own, run = self._pack, body
-        pack, back = own if recording.fingerprints is None else self._pack_with_values, unpack
+        pack, back = own if self.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(noted, partial(observer.saved, self, number), pack)
             back = partial(told, observer.asked)
         if settings.debug:
-            call.log = log_of(recording, call)
+            call.log = log_of(self, call)
             pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
         if pack is not own:
@@ -167,7 +162,7 @@ class Region(Recomputable):
         if choosing is not None:
             pack, run = choosing.hook(pack, computes=pack is not own), partial(choosing.run, run)
         del tensors, given
-        recording.calls.append(call)
+        self.calls.append(call)
         now = thread.now
         self.around = now.calls[-1].region if now.calls else None
         shared = now.share()
@@ -182,8 +177,8 @@ class Region(Recomputable):
                 pop_saved_tensor_hooks()
             if observer is not None:
                 observer.settles(self)
-            if recording.fingerprints is not None:
-                recording.fingerprints.settle()
+            if self.fingerprints is not None:
+                self.fingerprints.settle()
             call.settle()
             call.slots = len(self.slots)
             if choosing is not None:
@@ -195,7 +190,7 @@ class Region(Recomputable):
             for slot in alive(self.slots[first_slot:]):
                 slot.lose()
             del self.slots[first_slot:]
-            recording.cut(number, first_slot)
+            self.cut(number, first_slot)
             check_transform_inside(error)
             raise
         finally:
@@ -204,29 +199,28 @@ class Region(Recomputable):
             if shared:
                 now.unshare()
         if not last:
-            recording.inputs.made(output, number)
+            self.made(output, number)
         return output
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:
         if count_dispatch_modes() and is_traced_since(self.began):
             return left_alone(tensor)  # See NOTE [ What is traced in a region ]
-        slots, recording, index = self.slots, self.recording, len(self.slots)
+        slots, index = self.slots, len(self.slots)
         slot = slot_of(self, index, tensor) if parameters_in_memory else Slot(self, index)
         slots.append(ref(slot))
         try:
-            recording.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`
+            self.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`
         except RuntimeError:
-            recording.metadata.append(metadata_of(tensor))
+            self.metadata.append(metadata_of(tensor))
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
-            recording.fresh.add(index)
+            self.fresh.add(index)
         return slot
 
     def _pack_with_values(self, tensor: Tensor) -> object:
-        recording = self.recording
-        assert recording.fingerprints is not None
+        assert self.fingerprints is not None
         slot = self._pack(tensor)
-        recording.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in recording.fresh)
+        self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
         return slot
 
     def unpack(self, slot: Slot) -> Tensor:
@@ -236,37 +230,36 @@ class Region(Recomputable):
                 "autograd asked for a tensor that a region saved in a forward which raised, or which planning or a "
                 "report ran without a backward; run that forward again before its backward."
             )
-        waiting = self.waiting
         if slot.value is not None:
-            if self.recording.is_running:
+            if self.is_running:
                 self._note_backward()
             tensor = served(slot.value)
             own = cast("ServedSlot", slot)
             if tensor is not None:
-                if open_sessions and waiting.is_done_with(slot):
+                if open_sessions and self.is_done_with(slot):
                     own.release()
                 return tensor
             own.recompute()
-        if waiting.stays_for is not None:
-            return slot.take(waiting.stays_for, keep=True)
+        if self.stays_for is not None:
+            return slot.take(self.stays_for, keep=True)
         session = active_session() if open_sessions else None
         task = current_graph_task()
         key = task if session is None else session
         if key == -1:
             # Outside any backward nothing is kept. See Rule 7
-            return self._recompute(None, slot.index).found(self.recording)
+            return self._recompute(None, slot.index).found(self)
         with self._lock:
             if not slot.has(key):
-                if session is not None and session.refuses(self, waiting.was_asked(slot.index)):
+                if session is not None and session.refuses(self, self.was_asked(slot.index)):
                     raise CheckpointError(f"{self._name_at(slot.index)}: {UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
                 if slot.task == key and not thread.now.recomputing:
                     return slot.tensor  # see `unpack` in hooks.py; most regions are asked for the first time here
-            return slot.take(key, keep=waiting.is_needed_again(slot, session, task))
+            return slot.take(key, keep=self.is_needed_again(slot, session, task))
 
-    def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> Refill:
+    def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> RegionRecompute:
         session, cuts = key if isinstance(key, Session) else None, self.settings.cuts
-        filled = self.waiting.owners.get(key)
+        filled = self.owners.get(key)
         if filled is not None and index >= filled and (session is None or not session.dropped_too_early()):
             return self._recompute(key, index)
         first = first_filled(index, cuts) if cuts and not (session is not None and session.keeps()) else 0
@@ -278,7 +271,7 @@ class Region(Recomputable):
         except BaseException:
             self.forget(key)
             raise
-        self.waiting.owners[key] = first
+        self.owners[key] = first
         if session is not None:
             session.owns(self, is_whole=not first and filled is None)
         elif filled is None:
@@ -291,7 +284,7 @@ class Region(Recomputable):
         See Rule 9.
         """
         with self._lock:
-            if self.waiting.owners.get(key) == 0 or not any(waits(one()) for one in self.slots):
+            if self.owners.get(key) == 0 or not any(waits(one()) for one in self.slots):
                 return False
             self._recompute_for(key, 0)
             return True
@@ -303,8 +296,8 @@ class Region(Recomputable):
         through other nodes asks for them.
         """
         with self._lock:
-            if self.waiting.let_go(self.slots):
-                self.recording.inputs.held.clear()
+            if self.let_stay():
+                self.held.clear()
 
     def repeat(self) -> None:
         """Run the calls to their end once more, outside of any backward, and keep no tensor.
@@ -329,7 +322,7 @@ class Region(Recomputable):
         if key is None or not self._lock.acquire(blocking=False):
             return self._recompute(None, -1, returns=True).output
         try:
-            if key in self.waiting.owners:
+            if key in self.owners:
                 return self._recompute(None, -1, returns=True).output
             return self._recompute_for(key, -1, returns=True).output
         finally:
@@ -345,11 +338,7 @@ class Region(Recomputable):
             for slot in alive(self.slots):
                 slot.lose()
             self.slots.clear()
-            self.recording.clear()
-
-    def forget(self, key: Key) -> None:
-        """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
-        self.waiting.forget(key, self.slots)
+            self.clear()
 
     def _note_backward(self) -> None:
         """Record that a backward runs inside the region's own forward (Rule 6).
@@ -358,39 +347,36 @@ class Region(Recomputable):
         inputs of this region, which are saved in the region around it.
         """
         region: Region | None = self
-        while region is not None and region.recording.is_running and not region.recording.runs_backward:
-            region.recording.runs_backward = True
+        while region is not None and region.is_running and not region.runs_backward:
+            region.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
     def _recompute(
         self, key: Key | None, only: int | range | None, *, explains: bool = True, returns: bool = False
-    ) -> Refill:
-        recording, settings = self.recording, self.settings
-        if recording.calls[-1].slots < 0:
+    ) -> RegionRecompute:
+        settings = self.settings
+        if self.calls[-1].slots < 0:
             self._note_backward()
         elif settings.policy is not None:
             check_met(settings.policy)
         # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
-        log = log_of(recording, recording.calls[-1]) if settings.debug else None
-        refill = Refill(recording, settings, self.slots, key, only, self.detached, returns=returns)
+        log = log_of(self, self.calls[-1]) if settings.debug else None
+        recompute = RegionRecompute(self, settings, key, only, self.detached, returns=returns)
         observer = settings.observer
-        recompute = RegionRecompute(refill, log, observed=None if observer is None else (self, observer))
         if observer is not None:
             observer.recomputing(self)
         try:
-            recompute.run()
+            recompute.run(log, observer)
         except DivergedError as found:
             if not explains:
                 raise
-            raise CheckpointError(explain(recording, found.call, found.difference, log)) from None
-        finally:
-            recompute.end()
+            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
         if observer is not None:
             observer.recomputed(self)
-        return refill
+        return recompute
 
     def _name_at(self, index: int) -> str:
-        return self.recording.name(self.recording.call_of(index))
+        return self.name(self.call_of(index))
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:

@@ -250,7 +250,7 @@ def _enter(
             "shard the module that the whole run is in and none inside of it."
         )
     region = regions.pop(place, None) or new_region(place.settings or settings, place)
-    last = len(region.recording.calls) + 1 >= place.calls
+    last = len(region.calls) + 1 >= place.calls
     if not last:
         regions[place] = region
     if len(places) > 1:

@@ -37,18 +37,16 @@ class Served(Protocol):
         ...
 
 
-class Recomputable(ABC):
+class Recomputable(Recording, ABC):
     """A region, as slots, sessions and observers know it: it can be recomputed.
 
     Attributes:
-        recording: What it noted of its forward.
         slots: Its slots.
         serves: Whether slots may hold tensors that are kept anyway.
     """
 
     __slots__ = ()
 
-    recording: Recording
     slots: Slots
     serves = True
 
@@ -142,7 +140,7 @@ class Slot(Packed):
         if not keep:
             self.drop(key)
         if found.is_written:
-            raise written_in_region(self.region.recording, self.index, found)
+            raise written_in_region(self.region, self.index, found)
         return found.tensor
 
     def drop(self, key: Key) -> None:
@@ -162,13 +160,13 @@ class Slot(Packed):
     @property
     def metadata(self) -> Metadata:
         """The metadata of the tensor."""
-        return self.region.recording.metadata[self.index]
+        return self.region.metadata[self.index]
 
     @property
     def owners(self) -> Iterator[Owner]:
         """The region, and all owners of its inputs: regions around it, records of a store."""
         yield self.region
-        for held in self.region.recording.inputs.held:
+        for held in self.region.held:
             if isinstance(held.kept, Packed):
                 yield from held.kept.owners
 
@@ -244,11 +242,11 @@ _GONE = _Gone()
 class _Spent(Recomputable):
     """Replaces the region of a slot that has handed out its tensor for the last time."""
 
-    __slots__ = ("__weakref__", "recording", "slots")
+    __slots__ = ("__weakref__", "slots")
 
     def __init__(self, metadata: Metadata) -> None:
-        self.recording = Recording(None)
-        self.recording.metadata.append(metadata)
+        super().__init__(None)
+        self.metadata.append(metadata)
         self.slots = []
 
     def unpack(self, slot: Slot, /) -> Tensor:

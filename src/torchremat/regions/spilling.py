@@ -247,7 +247,7 @@ def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
             packed = pending.pop()
             if not isinstance(packed, Slot):
                 continue
-            for held in packed.region.recording.inputs.held:
+            for held in packed.region.held:
                 place = places.setdefault(id(held), _InRegion(held))
                 if place.use < use:
                     place.use = use

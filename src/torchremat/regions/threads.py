@@ -21,7 +21,7 @@ from torchremat._compat.autograd import (
 )
 from torchremat._compat.dynamo import is_traced
 from torchremat.regions.calls import Call
-from torchremat.regions.inputs import Frozen
+from torchremat.regions.frozen import Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.watching import Collecting, Replaying
 

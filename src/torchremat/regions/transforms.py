@@ -57,7 +57,7 @@ from torchremat._compat.transforms import (
 )
 from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body, CallArguments
-from torchremat.regions.refilling import Refill
+from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
@@ -148,14 +148,14 @@ class _TransformedRegion(Region):
 
     def _recompute(
         self, key: Key | None, only: int | range | None, *, explains: bool = True, returns: bool = False
-    ) -> Refill:
+    ) -> RegionRecompute:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
             shared -= 1
         over = self._transforms[shared:]
         if over and (len(over) > 1 or not _is_reverse(over[0])):
-            _refuse(self.recording.name(0), self._transforms)
+            _refuse(self.name(0), self._transforms)
         with ExitStack() as stack:
             stack.enter_context(_set_aside(len(now) - shared))
             stack.enter_context(hooks_under_transforms())
@@ -169,16 +169,18 @@ class _TransformedRegion(Region):
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | range | None, *, explains: bool, returns: bool) -> Refill:
+    def _recompute_again(
+        self, key: Key | None, only: int | range | None, *, explains: bool, returns: bool
+    ) -> RegionRecompute:
         """Recompute in its own `grad`, which replaces the one that has ended."""
         level = push_grad()
         try:
-            for call in self.recording.calls:
+            for call in self.calls:
                 call.world.replace(lambda tensor: _revived(tensor, level))
             return super()._recompute(key, only, explains=explains, returns=returns)
         except CheckpointError:
             raise UnsupportedError(
-                f"{self.recording.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute "
+                f"{self.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute "
                 "differs: the function depends on tensors that are differentiated and are not its arguments. Pass them "
                 "as arguments (of a `torchremat.loop`: in its carry), or use torch.func.grad, which calls backward "
                 "before it is over."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import CellType, FunctionType
 from typing import Any, cast
@@ -156,8 +156,8 @@ class Snapshot:
 
     def restores(self, container: object) -> bool:
         """Return whether a container is one of these."""
-        rest = self.contents.rest
-        return any(map(is_, self.contents.all_dicts, repeat(container))) or any(one.item is container for one, _ in rest)
+        items = (one.item for one, _ in self.contents.rest)
+        return any(map(is_, chain(self.contents.all_dicts, items), repeat(container)))
 
     @property
     def has_shards(self) -> bool:

@@ -102,9 +102,9 @@ class Reaching(World):
     """
 
     __slots__ = (
-        "asked", "called", "classes", "dicts", "files", "has_cached", "homes", "imports", "in_file", "is_argument", "is_named",
-        "is_whole", "leaves_iterators", "met", "methods", "namespaces", "optimizers", "partials", "pending", "proxied",
-        "runs_code", "seen", "tables",
+        "asked", "called", "classes", "dicts", "files", "has_cached", "homes", "imports", "in_file", "is_argument",
+        "is_named", "is_whole", "leaves_iterators", "met", "methods", "namespaces", "optimizers", "partials", "pending",
+        "proxied", "runs_code", "seen", "tables",
     )  # fmt: skip
 
     def __init__(self) -> None:

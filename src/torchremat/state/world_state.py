@@ -31,13 +31,7 @@ class WorldState:
 
     def are_here(self) -> bool:
         """Return whether the same is held now, the very objects in the same places."""
-        for own in self.dicts:
-            if not own.are_here():
-                return False
-        for one, before in self.rest:
-            if not one.is_same(before):
-                return False
-        return True
+        return all(own.are_here() for own in self.dicts) and all(one.is_same(before) for one, before in self.rest)
 
     def is_that_of(self, other: WorldState) -> bool:
         """Return whether another one, of the same holders, has the very same objects, and none that is copied."""

@@ -123,9 +123,8 @@ class Comparison:
     def keeps(self, unit: int, region: Recomputable) -> None:
         """Keep the region of a unit that saves nothing, which would be freed now, with copies of all that it holds."""
         with self._hiding():
-            inputs = region.recording.inputs
-            inputs.held = [_copied(one) for one in inputs.held]
-            for call in region.recording.calls:
+            region.held = [_copied(one) for one in region.held]
+            for call in region.calls:
                 call.generators = {one: state.clone() for one, state in call.generators.items()}
                 if call.world.backups is not None:
                     call.world.backups.copy_again()

@@ -219,7 +219,7 @@ class _Trial(UnitObserver):
         # A process that runs a region once more than the others may wait for them.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         try:
-            cause = seen_cause(region.recording) if is_alone else None
+            cause = seen_cause(region) if is_alone else None
         except Exception:  # noqa: BLE001  as in `explain`
             cause = None
         if cause is not None:

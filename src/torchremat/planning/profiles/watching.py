@@ -98,7 +98,7 @@ class UnitObserver(Observer):
         try:
             return self.unit_by_region[region]
         except KeyError:
-            unit = self.unit_by_region[region] = self.next_unit(region.recording.label)
+            unit = self.unit_by_region[region] = self.next_unit(region.label)
             return unit
 
     def next_unit(self, label: object) -> int | None:
@@ -181,7 +181,7 @@ class Watcher(UnitObserver):
         """Return whether a region that has ended saves nothing, and reaches nothing that is freed with it."""
         if any(waits(one()) for one in region.slots) or self.units.units[unit].carried:
             return False
-        reached = (tensor for call in region.recording.calls for tensor in call.world.tensors())
+        reached = (tensor for call in region.calls for tensor in call.world.tensors())
         return all(self.is_fixed(memory) for tensor in reached for memory in memories_of(tensor))
 
     def is_fixed(self, memory: UntypedStorage) -> bool:
@@ -259,9 +259,7 @@ class Watcher(UnitObserver):
                 self.comparison.keeps(unit, region)
         own = self.watched[unit]
         own.state_s += now_s - self.since_s
-        reached = (
-            tensor for tensor in region.recording.calls[call].world.tensors() if not isinstance(tensor, Parameter)
-        )
+        reached = (tensor for tensor in region.calls[call].world.tensors() if not isinstance(tensor, Parameter))
         numbers = (self.numbers.get(memory) for tensor in reached for memory in memories_of(tensor))
         own.captured.update(number for number in numbers if number is not None and number >= 0)
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs

@@ -30,8 +30,8 @@ from torchremat.regions.diagnosis.captures import Reach, StateChange
 from torchremat.regions.diagnosis.operators import OperatorLog
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.recording import Recording
-from torchremat.regions.refilling import Refill
 from torchremat.regions.settings import Settings
+from torchremat.regions.slots import Recomputable
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +105,9 @@ def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         warnings.simplefilter("ignore")  # they were shown before
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
-        recompute = RegionRecompute(Refill(recording, _UNCHECKED, [], None, _NOTHING), found.log, checks=False)
-        stack.callback(recompute.end)
+        recompute = RegionRecompute(cast("Recomputable", recording), _UNCHECKED, None, _NOTHING)
         try:
-            recompute.run()
+            recompute.run(found.log, checks=False)
         except Exception as error:  # noqa: BLE001 user code may raise anything; the error is part of the findings
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
     return found

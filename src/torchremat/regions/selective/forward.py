@@ -84,7 +84,7 @@ class Choosing:
                 asked = around.selection.asked  # See NOTE [ Selective recompute ], 7
             assert asked is not None
             selection = Selection(asked)
-            paths = ModulePaths(call, region.recording.label)
+            paths = ModulePaths(call, region.label)
             # An outer region may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
             self._run = Collecting(selection, paths, preserve_rng)
@@ -95,7 +95,7 @@ class Choosing:
         for tensor, source in zip(tensors, call.sources, strict=True):
             memory = memory_of(tensor)
             if memory is not None and isinstance(source, int):
-                self._held[memory] = region.recording.inputs.held[source]
+                self._held[memory] = region.held[source]
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and watch its operators."""
@@ -152,7 +152,7 @@ class Choosing:
         """Drop kept outputs that no recompute needs."""
         self._held.clear()
         if isinstance(self._run, Replaying):
-            self._run.check(self._region.recording.name(0))
+            self._run.check(self._region.name(0))
         else:
             self.selection.settle(everything=self._is_nested or not self._settings.early_stop)
 
