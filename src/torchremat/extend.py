@@ -23,7 +23,7 @@ with `SAVE`, `RECOMPUTE` or `stored_in(store)`.
 
 from torchremat.ambient.global_state import only_watches
 from torchremat.ambient.registry import Ambient, numpy_random, python_random, register, registered, unregister
-from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, stored_in
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, Window, stored_in
 from torchremat.regions.decisions import AnyPolicy as Policy
 from torchremat.state.guarded import Guarded
 from torchremat.tensors.handles import Handle, Store
@@ -39,6 +39,7 @@ __all__ = [
     "OperatorContext",
     "Policy",
     "Store",
+    "Window",
     "numpy_random",
     "only_watches",
     "python_random",

@@ -4,15 +4,20 @@ An operator that passes through a mode takes longer than the operator, and a pla
 block paid for all that come after it, in the forward and in the recompute.
 """
 
+import warnings
+from itertools import combinations
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from logs import Log
 from policies.counting import Counted, gradients
-from probes.regions import asked_about, dispatch_modes, save_ordinals
+from probes.regions import dispatch_modes, op_info_of, save_ordinals, windows_of
 from torchremat import CheckpointError, PolicyError, checkpoint, checkpointed
-from torchremat.extend import RECOMPUTE, SAVE
+from torchremat.extend import RECOMPUTE, SAVE, Window
 from torchremat.policies import Policy
 
 CHAIN = ("aten.sin.default", "aten.exp.default", "aten.cos.default", "aten.exp.default", "aten.sin.default")
@@ -82,16 +87,18 @@ def test_a_write_after_the_last_one_that_is_held_is_seen():
         found = gradients(checkpointed(function, policy=holding(1, operators=operators)), leaf())
 
     assert found == gradients(function, leaf())
-    assert asked_about(operators, (1,)) == 3
+    assert windows_of(operators, (1,), ()) == (Window(last=2),)
     assert counted.counts["cos"] == 1 + 2  # and two backwards of `sin`
 
 
-def test_how_many_operators_matter():
-    assert asked_about(CHAIN, ()) == 0
-    assert asked_about(CHAIN, (0, 2)) == 3
-    assert asked_about(("aten.relu_.default", *CHAIN), ()) == 1
-    assert asked_about(("aten._foreach_add_.Scalar", "aten.mm.default"), ()) == 1
-    assert asked_about(("mine.write_.default", "a_higher_order_one", "aten.__and__.Tensor"), (0,)) == 1
+def test_which_operators_matter():
+    first = (Window(last=0),)
+    assert windows_of(CHAIN, (), ()) == ()
+    assert windows_of(CHAIN, (0, 2), ()) == (Window(last=2),)
+    assert windows_of(("aten.relu_.default", *CHAIN), (), ()) == first
+    assert windows_of(("aten._foreach_add_.Scalar", "aten.mm.default"), (), ()) == first
+    assert windows_of(("mine.write_.default", "a_higher_order_one", "aten.__and__.Tensor"), (0,), ()) == first
+    assert windows_of(("aten.mm.default", "c10d.broadcast_.default"), (1,), ()) is None
 
 
 def test_other_operators_after_the_last_one_that_matters_are_no_error():
@@ -191,7 +198,7 @@ def test_regions_inside_and_around():
 class First(Policy):
     """Keeps the first operator, and says so."""
 
-    asks_first = 1
+    asks_in = (Window(last=0),)
 
     def __init__(self):
         self.asked = []
@@ -208,12 +215,23 @@ def test_a_policy_of_ones_own_may_say_it_too():
     assert policy.asked == ["aten.sin.default"]
 
 
-@pytest.mark.parametrize("first", [-1, True, 1.5, "all"])
-def test_what_is_no_number_of_operators(first):
+@pytest.mark.parametrize(
+    "windows",
+    [
+        1,
+        ["all"],
+        [Window(last=-1)],
+        [Window(last=True)],
+        [Window(last=1, first=2)],
+        [Window(last=1, on=2, sees=2)],
+        [Window(last=3), Window(last=2)],
+    ],
+)
+def test_what_is_no_window(windows):
     policy = First()
-    policy.asks_first = first
+    policy.asks_in = windows
 
-    with pytest.raises(PolicyError, match=f"its asks_first is {first!r}"):
+    with pytest.raises(PolicyError, match="its asks_in is "):
         checkpointed(chain, policy=policy)
 
 
@@ -229,3 +247,109 @@ def test_twice_through_a_graph_that_is_retained():
     x = leaf()
 
     assert gradients(checkpointed(chain, policy=holding(1)), x, times=3) == gradients(chain, x)
+
+
+SAVED = (0, 2, 2, 4, 4)  # `sin` and `cos` save what they are given, `exp` what it returns
+
+
+@pytest.mark.parametrize(
+    ("held", "windows", "forward", "recompute"),
+    [
+        # On at the save of the first `sin`, whose kernel is not done then, and seen from that of `cos`.
+        ((3,), (Window(last=3, first=2, on=1, sees=3),), [0, 1, 1, 1, 0], [0, 1, 1]),
+        ((4,), (Window(last=4, first=4, on=3, sees=5),), [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]),
+        ((0, 4), (Window(last=0), Window(last=4, first=4, on=3, sees=5)), [1, 1, 0, 1, 1], [1, 1, 0, 1, 1]),
+        ((0, 3), (Window(last=3),), [1, 1, 1, 1, 0], [1, 1, 1]),  # the mode would be on again at once
+    ],
+)
+def test_somebody_looks_only_around_what_is_held(held, windows, forward, recompute):
+    seen = Log()
+    x = leaf()
+    policy = save_ordinals(CHAIN, frozenset(held), SAVED)
+
+    loss = checkpointed(lambda x: chain(x, seen), policy=policy)(x).sum()
+    assert (policy.asks_in, seen, dispatch_modes()) == (windows, forward, [])
+    seen.clear()
+    found = torch.autograd.grad(loss, x)[0]
+
+    assert (seen, dispatch_modes()) == (recompute, [])
+    assert torch.equal(found, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+def mlp(x, weight):
+    return functional.gelu(functional.layer_norm(x @ weight, (4,)) @ weight.T) @ weight
+
+
+def attention(x, weight):
+    heads = (x @ weight)[None]
+    return functional.dropout(functional.scaled_dot_product_attention(heads, heads, heads), 0.5).softmax(-1) * x
+
+
+def recurrent(x, weight):
+    both = torch.cat([weight, weight])
+    return torch.gru_cell(x, x.sin(), torch.cat([weight, both]), torch.cat([both, weight]))
+
+
+def in_place(x, weight):
+    hidden = (x @ weight).exp()
+    return (hidden.cos() * 2.0).add_(x.sin()).relu_().cos() * (hidden + 1.0).mul_(2.0).tanh_()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x.exp() * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad * 2.0
+
+
+def with_a_function_of_the_users(x, weight):
+    return Twice.apply((x @ weight).sin()).cos() @ weight
+
+
+class Noted(TorchDispatchMode):
+    """Notes what a function runs, as policies count it, and how much of it has begun before each save."""
+
+    def __init__(self):
+        self.operators, self.saves = Log(), Log()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if op_info_of(func).is_counted:
+            self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def saved(self, tensor):
+        self.saves.append(len(self.operators))
+        return tensor
+
+
+@pytest.mark.parametrize("function", [mlp, attention, recurrent, in_place, with_a_function_of_the_users])
+def test_what_is_held_in_windows_is_what_is_held_in_full_sight(function):
+    x, weight = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
+    note = Noted()
+    with note, saved_tensors_hooks(note.saved, lambda tensor: tensor):
+        function(x, weight)
+    operators, saves = tuple(note.operators), tuple(note.saves)
+
+    def run(policy):
+        counted = Counted()
+        torch.manual_seed(0)
+        with counted:
+            loss = (function(x, weight) if policy is None else checkpointed(function, policy=policy)(x, weight)).sum()
+            found = torch.autograd.grad(loss, (x, weight))
+        del counted.counts["empty"]  # the region makes an empty tensor of each dtype, once
+        return [one.tolist() for one in found], counted.forwards()
+
+    plain = run(None)[0]
+    shorter = 0
+    for held in [*combinations(range(len(operators)), 1), *combinations(range(len(operators)), 2)]:
+        sighted, windowed = save_ordinals(operators, frozenset(held)), save_ordinals(operators, frozenset(held), saves)
+        shorter += windowed.asks_in != sighted.asks_in
+        counts = run(sighted)[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of operators that are not the planned ones
+            assert (held, *run(windowed)) == (held, plain, counts)
+    assert shorter > len(operators) // 3

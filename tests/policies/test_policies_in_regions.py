@@ -32,7 +32,7 @@ from torchremat import (
     session,
     wrap,
 )
-from torchremat.extend import RECOMPUTE, SAVE, stored_in
+from torchremat.extend import RECOMPUTE, SAVE, Window, stored_in
 from torchremat.policies import (
     Policy,
     everything_saved,
@@ -430,7 +430,7 @@ def test_views_that_count_apart_and_are_written_after_the_region(store):
 def test_writes_after_a_policy_was_asked_for_the_last_time(store):
     # Nobody looked any more, and a cell that writes to chunks of what was kept had a wrong gradient.
     class First(Policy):
-        asks_first = 4
+        asks_in = (Window(last=3),)
 
         def __call__(self, ctx, op, /, *args, **kwargs):
             if op is not torch.ops.aten.addmm.default:

@@ -4,7 +4,7 @@ from torchremat._compat.autograd import current_graph_task, make_saved_tensor, t
 from torchremat._compat.modes import EagerMode, dispatch_modes
 from torchremat.ambient.generators import drawn, generator_states
 from torchremat.ambient.hidden import hidden
-from torchremat.policies.ordinals import asked_about, save_ordinals
+from torchremat.policies.ordinals import save_ordinals, windows_of
 from torchremat.regions import calls
 from torchremat.regions.calls import Call
 from torchremat.regions.doors import matching
@@ -14,6 +14,7 @@ from torchremat.regions.region import Region
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import CallDecision, RegionPlace, Scope
 from torchremat.regions.selective.mode import Collecting, Replaying
+from torchremat.regions.selective.op_info import op_info_of
 from torchremat.regions.sessions import active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import Slot

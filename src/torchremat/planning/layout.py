@@ -120,17 +120,19 @@ class HeldOperators:
         operators: The torch names of all operators that each of them runs, without casts and views.
         held: The numbers of the operators whose outputs are held.
         cuts: The saves that begin a part of the recompute; see `Settings.cuts`.
+        saves: How many of the operators have begun before each save; empty if that is not known.
     """
 
     units: tuple[int, ...]
     operators: tuple[str, ...]
     held: tuple[int, ...]
     cuts: tuple[int, ...] = ()
+    saves: tuple[int, ...] = ()
 
     @property
     def policy(self) -> AnyPolicy | None:
         """The policy that holds these outputs, if there are any."""
-        return save_ordinals(self.operators, frozenset(self.held)) if self.held else None
+        return save_ordinals(self.operators, frozenset(self.held), self.saves) if self.held else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
-from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, Window
 from torchremat.regions.runtime import name
 from torchremat.regions.selective.op_info import op_info_of
 
@@ -18,13 +19,13 @@ from torchremat.regions.selective.op_info import op_info_of
 class _Ordinals(Policy):
     operators: tuple[str, ...]
     held: frozenset[int]
+    saves: tuple[int, ...] = ()
     asks_about_writes = True
     told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
     @cached_property
-    def asks_first(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone
-        # A call that runs more than planned, for more of its experts say, may exchange only after them.
-        return None if self._exchanges else asked_about(self.operators, self.held)
+    def asks_in(self) -> tuple[Window, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]: read alone
+        return windows_of(self.operators, self.held, self.saves)
 
     @cached_property
     def _exchanges(self) -> frozenset[str]:
@@ -59,15 +60,40 @@ class _Ordinals(Policy):
         return f"save_ordinals({sorted(self.held)} of {len(self.operators)} operators)"
 
 
-def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
-    """Return how many operators of a call `save_ordinals` is asked about: up to the last one that matters to it.
+def windows_of(operators: tuple[str, ...], held: Iterable[int], saves: Sequence[int]) -> tuple[Window, ...] | None:
+    """Return the operators of a call that `save_ordinals` is asked about: those that matter to it, and some beside.
 
     Operators that write in place matter: their watcher copies held outputs in that memory first. So do operators that
     return views with their own version counter, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
+
+    Args:
+        operators: See `save_ordinals`.
+        held: See `save_ordinals`.
+        saves: See `save_ordinals`.
+
+    Returns:
+        None if it must be asked about all: a call that runs more than planned, for more of its experts say, may
+        exchange only after them.
     """
     if any(_communicates(operators[number]) for number in held):
-        return len(operators)
-    return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
+        return None
+    matter = {*held, *(number for number, name in enumerate(operators) if _writes(name))}
+    windows: list[Window] = []
+    for number in sorted(matter):
+        window = _window_of(number, saves)
+        if windows and window.on <= bisect_right(saves, windows[-1].last) + 1:  # the mode is still on
+            windows[-1] = windows[-1]._replace(last=number)
+        else:
+            windows.append(window)
+    return tuple(windows)
+
+
+def _window_of(number: int, saves: Sequence[int]) -> Window:
+    """Return the shortest window that ends with an operator."""
+    sees = bisect_right(saves, number)
+    first = saves[sees - 1] if sees else 0
+    on = bisect_left(saves, first)  # the last save before, by another operator
+    return Window(number, first, on, sees) if on else Window(number)
 
 
 def _communicates(name: str) -> bool:
@@ -79,11 +105,12 @@ def _writes(name: str) -> bool:
     return (packet.endswith("_") and not packet.endswith("__")) or packet.startswith("unsafe_")
 
 
-def save_ordinals(operators: tuple[str, ...], held: frozenset[int]) -> Policy:
+def save_ordinals(operators: tuple[str, ...], held: frozenset[int], saves: tuple[int, ...] = ()) -> Policy:
     """Return the policy that keeps the outputs of operators by their numbers in a call.
 
     Args:
         operators: The names of all operators that a call runs, as torch has them, without casts and views.
         held: The numbers of the operators whose outputs are kept.
+        saves: How many of the operators have begun before each tensor that the call saves, if that is known.
     """
-    return _Ordinals(operators, held)
+    return _Ordinals(operators, held, saves)

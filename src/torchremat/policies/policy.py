@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torchremat.regions.decisions import (
     AnyPolicy,
     Decision,
     OperatorContext,
+    Window,
     decision_of,
     describe,
     stored_in,
@@ -26,14 +28,14 @@ class Policy(ABC):
 
     Attributes:
         by_operator: Whether the decision depends only on the operator, so that each operator is asked about once.
-        asks_first: How many operators of a call it must be asked about, the first ones; all of them if None.
+        asks_in: The operators of a call that it must be asked about, in their order; all of them if None.
         asks_about_writes: Whether these include all operators that write in place, or return memory of an argument
             without declaring it; else the others are watched for that.
         reads_names: Whether it must be asked about named tensors.
     """
 
     by_operator: bool = False
-    asks_first: int | None = None
+    asks_in: Sequence[Window] | None = None
     asks_about_writes: bool = False
     reads_names: bool = False
 

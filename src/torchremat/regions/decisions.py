@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -83,6 +83,26 @@ class ModuleNames(Protocol):
         ...
 
 
+class Window(NamedTuple):
+    """Operators of a call that run one after the other, and that a policy must be asked about.
+
+    A dispatch mode shows them, which takes several times as long as an operator on few elements. It can be switched
+    only where a tensor is saved, and that is in the middle of an operator: see NOTE [ Selective recompute ], 9.
+
+    Attributes:
+        last: The number of the last one, as `OperatorContext.ordinal`.
+        first: The number of the first one.
+        on: How many tensors the call has saved when the mode is switched on; 0 if it is on when the call begins.
+        sees: How many the call has saved when the first one is seen. The last of these is saved by another operator
+            than the one at which the mode was switched on.
+    """
+
+    last: int
+    first: int = 0
+    on: int = 0
+    sees: int = 0
+
+
 class AnyPolicy(Protocol):
     """Chooses, for each operator that runs in a region, whether its output is kept, stored or recomputed.
 
@@ -90,9 +110,9 @@ class AnyPolicy(Protocol):
     region how to ask:
 
         `by_operator`    the answer depends only on the operator: it is asked once for each
-        `asks_first`     how many operators of a call it must be asked about; all later ones run again
+        `asks_in`        the operators of a call that it must be asked about, as `Window`s; all others run again
         `asks_about_writes`    whether these include all operators that write in place, or return memory of an argument
-                         without declaring it (`unsafe_split`); else later operators are watched for that
+                         without declaring it (`unsafe_split`); else all others are watched for that
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in place of the operator
 
     A method `unmet()` is called in the first recompute and returns words for the names in the policy that no forward
@@ -130,17 +150,17 @@ class AskedPolicy:
 
     Attributes:
         policy: The policy.
-        asks_first: See `AnyPolicy`, as `reads_names`.
+        asks_in: See `AnyPolicy`; None if it is asked about all operators.
         reads_names: Whether it is asked for named tensors.
         looks_on: Whether operators that it is not asked about must be watched, as they may write to what it keeps.
         decisions: Its decisions, by the operator's `OpInfo`, if they depend on nothing else.
     """
 
-    __slots__ = ("asks_first", "decisions", "looks_on", "policy", "reads_names")
+    __slots__ = ("asks_in", "decisions", "looks_on", "policy", "reads_names")
 
     def __init__(self, policy: AnyPolicy) -> None:
         self.policy = policy
-        self.asks_first: int | None = getattr(policy, "asks_first", None)
+        self.asks_in: Sequence[Window] | None = getattr(policy, "asks_in", None)
         self.looks_on = not getattr(policy, "asks_about_writes", False)
         self.reads_names = bool(getattr(policy, "reads_names", False))
         self.decisions: dict[object, Decision] | None = {} if getattr(policy, "by_operator", False) else None

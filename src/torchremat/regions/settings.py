@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.regions.decisions import AnyPolicy, AskedPolicy, describe
+from torchremat.regions.decisions import AnyPolicy, AskedPolicy, Window, describe
 from torchremat.regions.slots import Recomputable
 from torchremat.state.guarded import check_named
 
@@ -120,11 +120,24 @@ class Settings:
                 f"policy={policy!r}: expected a function of a context, an operator and its arguments, as those of "
                 "torchremat.policies are."
             )
-        first = getattr(policy, "asks_first", None)
-        if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
+        windows = getattr(policy, "asks_in", None)
+        if not (windows is None or (isinstance(windows, list | tuple) and _are_in_order(windows))):
             raise PolicyError(
-                f"policy={describe(policy)}: its asks_first is {first!r}, and must be a number of operators, or None."
+                f"policy={describe(policy)}: its asks_in is {windows!r}, and must be a list of extend.Window, in the "
+                "order in which the operators run, or None."
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
         object.__setattr__(self, "asked", None if self.policy is None else AskedPolicy(self.policy))
+
+
+def _are_in_order(windows: Sequence[object]) -> bool:
+    """Return whether these are windows of operators that run one after the other."""
+    numbers: list[int] = []
+    for one in windows:
+        if not (isinstance(one, Window) and all(type(number) is int for number in one)):
+            return False
+        if not 0 <= one.first <= one.last or not (one.on < one.sees or one.on == one.sees == 0):
+            return False
+        numbers += (one.first, one.last)
+    return all(isinstance(one, Window) for one in windows) and numbers == sorted(numbers)

@@ -74,13 +74,13 @@ def lines_of(model: nn.Module) -> dict[str, str]:
 
 def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
     """Return the held operators of the units that a tree keeps in part."""
-    units: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    units: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for unit, number in chosen_options(tree):
         option = own.options[unit][number - 1]
-        units.setdefault((option.operators, option.ordinals, option.cuts), []).append(unit)
+        units.setdefault((option.operators, option.ordinals, option.cuts, option.saves), []).append(unit)
     return tuple(
-        HeldOperators(units=tuple(members), operators=operators, held=ordinals, cuts=cuts)
-        for (operators, ordinals, cuts), members in units.items()
+        HeldOperators(units=tuple(members), operators=operators, held=ordinals, cuts=cuts, saves=saves)
+        for (operators, ordinals, cuts, saves), members in units.items()
     )
 
 

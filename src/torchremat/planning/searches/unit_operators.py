@@ -11,6 +11,8 @@ since autocast makes them sometimes in the forward and sometimes in the recomput
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,10 +22,19 @@ from torchremat.planning.devices.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.searches.chains import Cost, RunCost, amount
-from torchremat.planning.searches.flows import flow_of, pooled_seconds, runs_of, saves_of, unit_seconds, values_of
+from torchremat.planning.searches.flows import (
+    flow_of,
+    pooled_seconds,
+    runs_of,
+    save_positions,
+    saves_of,
+    unit_seconds,
+    values_of,
+)
 from torchremat.planning.searches.replays import SelectionReplay, partial_backward
 from torchremat.planning.simulator.points import OptionBytes
-from torchremat.policies.ordinals import asked_about
+from torchremat.policies.ordinals import windows_of
+from torchremat.regions.decisions import Window
 from torchremat.schedules.dataflow import Dataflow
 from torchremat.schedules.operator_selection import OperatorSelection, evaluate
 
@@ -102,8 +113,9 @@ class UnitOperators:
         again = [index for index in range(selection.ends) if index not in replay.spared]
         ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
         operators = tuple(run.name for run in runs if run.op_info.is_counted)
-        seen = self._seen(asked_about(operators, ordinals))
-        taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
+        seen = self._seen(windows_of(operators, ordinals, self.begun))
+        passed = sum(len(range(one.start, min(one.stop, selection.ends))) for one in seen)
+        taken = len(profile.units.saved(unit)), sum(map(len, seen)), passed
         overhead_s = profile.overheads.seconds(*taken) + profile.costs[unit].state_s
         backward = partial_backward(profile.backwards[unit], self.saves, self.flow, selection, replay)
         return OptionBytes(
@@ -121,6 +133,7 @@ class UnitOperators:
             flops=sum(runs[index].flops for index in again),
             ordinals=ordinals,
             operators=operators,
+            saves=self.begun,
             exchanges=any(runs[index].exchanges for index in again),
             is_lowest=selection.is_lowest,
         )
@@ -138,8 +151,7 @@ class UnitOperators:
 
     def like(self, option: OptionBytes) -> OptionBytes:
         """Return the bytes and time of the unit when it holds the same operators as an option of another profile."""
-        counted = (index for index, run in enumerate(self.runs) if run.op_info.is_counted)
-        held = (index for index in counted if _ordinal(self.runs, index) in option.ordinals)
+        held = (index for index in self._counted if _ordinal(self.runs, index) in option.ordinals)
         return self.option(replace(evaluate(self.flow, held), is_lowest=option.is_lowest))
 
     def gains(self, option: OptionBytes) -> bool:
@@ -169,15 +181,31 @@ class UnitOperators:
         size = self.profile.sizes[self.unit]
         return size.inside_bytes + sum(trace.storage_bytes[one] for one in size.saved if one not in own.inputs)
 
-    def _seen(self, asked: int) -> int:
-        """Return how many operators are seen if the policy is asked about the first `asked` that it counts.
+    def _seen(self, windows: Sequence[Window] | None) -> list[range]:
+        """Return the operators that are dispatched through a mode; after a window, until something is saved."""
+        if windows is None:
+            return [range(len(self.runs))]
+        if self.begun:
+            saves = save_positions(self.profile, self.unit)
+        else:
+            saves = sorted(value.saved_after for value in self.flow.values if value.needed)
+        counted, seen = self._counted, list[range]()
+        for one in windows:
+            end = bisect_right(saves, counted[one.last])
+            seen.append(range(saves[one.on - 1] if one.on else 0, saves[end] if end < len(saves) else len(self.runs)))
+        return seen
 
-        After the last of these, operators are seen until something is saved.
-        """
-        runs = self.runs
-        counted = [index for index, run in enumerate(runs) if run.op_info.is_counted]
-        saves = (value.saved_after for value in self.flow.values if value.needed)
-        return min((position for position in saves if not asked or position > counted[asked - 1]), default=len(runs))
+    @cached_property
+    def _counted(self) -> list[int]:
+        """The operators that the policy of a region counts."""
+        return [index for index, run in enumerate(self.runs) if run.op_info.is_counted]
+
+    @cached_property
+    def begun(self) -> tuple[int, ...]:
+        """How many of these have begun before each save; empty if not all saves are known."""
+        if self.saves is None:
+            return ()
+        return tuple(bisect_left(self._counted, position) for position in save_positions(self.profile, self.unit))
 
     @cached_property
     def _storages(self) -> list[int]:

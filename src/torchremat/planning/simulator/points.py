@@ -114,6 +114,7 @@ class OptionBytes:
         flops: Flops of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
+        saves: How many of these have begun before each save; empty if that is not known.
         cuts: The saves that begin a part of the recompute, without the first save; see `Settings.cuts`.
         exchanges: Whether its recompute exchanges with other processes.
         late_from: With cuts, the event of its backward that comes after the last recompute.
@@ -135,6 +136,7 @@ class OptionBytes:
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]
     exchanges: bool
+    saves: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
     late_from: int = 0
     is_lowest: bool = False

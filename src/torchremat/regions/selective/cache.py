@@ -27,15 +27,22 @@ NOTE [ Selective recompute ]
 8. What other processes have sent is kept as NOTE [ What other processes have sent ] says. No process exchanges it again
    alone: a write by other code (4) is an error, and a recompute after one that has removed outputs (5) runs all
    exchanges again.
-9. Dispatching an operator through the mode takes several times as long as an operator on few elements. So once a policy
-   says that it has been asked about everything that it may keep, and about every in-place write as well, the mode is
-   switched off: from the next save on, in the forward and in the recompute, operators run as in a region without a
-   policy.
+9. Dispatching an operator through the mode takes several times as long as an operator on few elements. So where a
+   policy says which operators it must be asked about, every in-place write among them, the mode is on only around
+   these, in the forward as in the recompute; all others run as in a region without a policy. The mode is switched in
+   the hook that packs a saved tensor, the only code of ours that runs there, in the middle of an operator. What the
+   operator's kernel then calls is seen as well, and is no operator of the region: so nothing is looked at before
+   another operator has saved something, by when the kernel is done.
+
+       operators    0 mm      1 gelu      2 mm          3 gelu
+       saves        s0 s1     s2          s3 s4         s5           2 is kept: on at s2, seen from s3, off at s5
+       the mode               ███████████████████████
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
@@ -74,31 +81,49 @@ def _again(selection: Selection, value: object) -> object:
     return tensor
 
 
+@dataclass(slots=True)
+class SeenWindow:
+    """Operators that a watcher has seen one after the other.
+
+    Attributes:
+        on: See `Window`.
+        sees: See `Window`.
+        start: The first of them, in `Selection.operators`.
+        end: The one after the last of them; None if the policy has to be asked about more, if more run.
+    """
+
+    on: int
+    sees: int
+    start: int
+    end: int | None = None
+
+
 class Selection:
     """The outputs that one call keeps.
 
     Attributes:
         asked: The policy that makes the choices; None if only inner regions have one.
-        operators: The op infos of the operators that ran, in order.
+        operators: The op infos of the operators that ran and were seen, in order.
+        windows: Which of them were seen one after the other.
         kept: The outputs that are kept for recomputes, by number of the operator.
         inner: The selections of inner regions, in the order in which they ran.
         end: How many operators had run at the last save with an empty slot.
-        is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
         is_taken: Whether a recompute has removed kept outputs.
     """
 
     __slots__ = (
-        "__weakref__", "_memories", "_offloaded", "_received", "asked", "end", "inner", "is_cut", "is_taken", "kept",
-        "operators",
+        "__weakref__", "_memories", "_offloaded", "_received", "asked", "end", "inner", "is_taken", "kept",
+        "operators", "windows",
     )  # fmt: skip
 
     def __init__(self, asked: AskedPolicy | None) -> None:
         self.asked = asked
         self.operators: list[OpInfo] = []
+        self.windows: list[SeenWindow] = []
         self.kept: dict[int, KeptOutputs] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
-        self.is_cut = self.is_taken = False
+        self.is_taken = False
         # Outputs kept as aliases, by their memory; None after the forward, until a write.
         self._memories: dict[UntypedStorage, list[KeptValue]] | None = {}
         # Outputs in a store, by their memory in the forward, and in a recompute by their current memory; mostly empty.

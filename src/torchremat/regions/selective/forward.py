@@ -102,6 +102,7 @@ class Choosing:
         if isinstance(self._run, Replaying):
             thread.now.inner = iter(self.selection.inner)  # the call restores the old value
         with SeenBy(self._run, Choosing.run.__code__):
+            self._run.begin()
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
@@ -112,15 +113,16 @@ class Choosing:
             computes: Whether it runs operators, which must stay unseen.
         """
         pack = partial(unseen, pack) if computes else pack
-        return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
+        return partial(self._pack, pack)
 
     @outside_graphs  # code under dynamo calls it, compiled or not
     def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         slot = pack(tensor)
         if not isinstance(slot, Slot):
             return slot  # See NOTE [ What is traced in a region ]
-        if self._run.is_done:
-            self._run.rest()
+        self._run.saved()
+        if isinstance(self._run, Replaying):
+            return slot
         if slot.value is not None:
             return slot  # a parameter from a store, which it brings back itself
         value = self._value(tensor) if self._region.serves else None
@@ -176,19 +178,21 @@ class ChosenRecompute:
         """Run the call again; inner regions take over the kept outputs of their forwards."""
         thread.now.inner = iter(self._selection.inner)
         with PutBack(), SeenBy(self._run, ChosenRecompute.run.__code__):
+            if self._run is not None:
+                self._run.begin()
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], refill: Refill) -> Callable[[Tensor], object]:
         """Return the hook for saved tensors, given the one that fills their slots."""
         if pack != refill.pack or not refill.detaches_by(alias_unseen):
             pack = partial(unseen, pack)
-        return pack if self._run is None else partial(self._pack, pack, self._run)
+        return pack if self._run is None else partial(self._pack, pack, self._run, refill)
 
     @outside_graphs  # code under dynamo calls it, compiled or not
-    def _pack(self, pack: Callable[[Tensor], object], run: Replaying, tensor: Tensor) -> object:
-        packed = pack(tensor)
-        if run.is_done and packed is None:  # else it may be traced: see NOTE [ What is traced in a region ]
-            run.rest()
+    def _pack(self, pack: Callable[[Tensor], object], run: Replaying, refill: Refill, tensor: Tensor) -> object:
+        count, packed = refill.count, pack(tensor)
+        if refill.count > count:  # else it is traced: see NOTE [ What is traced in a region ]
+            run.saved()
         return packed
 
     def check(self, recording: Recording, number: int) -> None:

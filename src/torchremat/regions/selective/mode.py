@@ -55,7 +55,13 @@ class _Mode(EagerMode):
 
     def __torch_dispatch__(self, func: Operation, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         run = thread.now.selecting
-        if run is None or run.mode is not self or hidden.now or (run.beside_fsdp and is_run_by_fsdp(run.began_in)):
+        if (
+            run is None
+            or run.is_blind
+            or run.mode is not self
+            or hidden.now
+            or (run.beside_fsdp and is_run_by_fsdp(run.began_in))
+        ):
             see = _run
         else:
             see = run.operator
@@ -82,13 +88,14 @@ class SeenBy(AbstractContextManager[None]):
         began_in: The code of the function that contains the block; None if another function may leave the block.
     """
 
-    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run", "_thread")
+    __slots__ = ("_began_in", "_depth", "_had", "_is_off", "_mode", "_now", "_run", "_thread")
 
     def __init__(self, run: Collecting | Replaying | None, began_in: CodeType | None = None) -> None:
         self._run = run
         self._began_in = began_in
         self._mode: _Mode | None = None
         self._is_off = False
+        self._depth = 0  # how many modes are on while it is off
 
     def __enter__(self) -> None:
         self._now = thread.now
@@ -100,21 +107,32 @@ class SeenBy(AbstractContextManager[None]):
             if type(mode) is not _Mode:
                 mode = self._mode = _Mode()
                 mode.__enter__()
-                self._run.take_off = self.ended
+                self._run.switch = self
             self._run.mode = mode
             self._run.moved = self._now.moved
             self._run.began_in = self._began_in
             self._run.around = current_node()
         thread.now.selecting = self._run
 
-    def ended(self) -> bool:
-        """Take the mode off before the block ends, if possible here; return whether it was taken off."""
-        # In another thread, and inside a mode of the user, it stays in place.
-        if self._thread != get_ident() or self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
-            return False
-        take_dispatch_mode(_Mode)
-        self._is_off = True
-        return True
+    @property
+    def is_on(self) -> bool:
+        """Whether the mode is on."""
+        return not self._is_off
+
+    def off(self) -> None:
+        """Take the mode off for some of the block, except in another thread and inside a mode of the user."""
+        if not self._is_off and self._is_here() and innermost_dispatch_mode() is self._mode:
+            take_dispatch_mode(_Mode)
+            self._is_off, self._depth = True, count_dispatch_modes()
+
+    def on(self) -> None:
+        """Put the mode on again, except there."""
+        if self._is_off and self._is_here() and count_dispatch_modes() == self._depth:
+            push_dispatch_mode(self._mode)
+            self._is_off = False
+
+    def _is_here(self) -> bool:
+        return self._thread == get_ident() and self._now is thread.now
 
     def __exit__(self, *error: object) -> None:
         thread.now.selecting = self._had
@@ -122,7 +140,7 @@ class SeenBy(AbstractContextManager[None]):
             self._run.around = None
         if self._mode is not None:
             if self._run is not None:
-                self._run.take_off = None  # else both, and all kept outputs, would wait for the cycle collector
+                self._run.switch = None  # else both, and all kept outputs, would wait for the cycle collector
             if self._is_off:
                 push_dispatch_mode(self._mode)  # it takes itself off
             self._mode.__exit__(*error)

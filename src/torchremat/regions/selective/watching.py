@@ -5,9 +5,10 @@ See NOTE [ Selective recompute ].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +21,30 @@ from torchremat._compat.modes import Operation
 from torchremat._compat.sharding import shards_anything
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import CheckpointError, PolicyError
-from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, ModuleNames, OperatorContext, decision_of
-from torchremat.regions.selective.cache import Selection, written_by
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, ModuleNames, OperatorContext, Window, decision_of
+from torchremat.regions.selective.cache import SeenWindow, Selection, written_by
 from torchremat.regions.selective.kept import memory_of, tensors_in
 from torchremat.regions.selective.op_info import OpInfo, known_op_info, op_info_of
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+
+
+class Switch(Protocol):
+    """Switches the mode that shows the operators, where that is possible."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on."""
+        ...
+
+    def off(self) -> None:
+        """Take it off."""
+        ...
+
+    def on(self) -> None:
+        """Put it on again."""
+        ...
 
 
 class Watching:
@@ -35,8 +53,10 @@ class Watching:
     Attributes:
         selection: The outputs that are kept.
         mode: The mode that shows the operators.
-        take_off: Takes the mode off if possible here, and returns whether it did; None if it exists not only for them.
-        is_done: Whether later operators need not be seen.
+        switch: Takes the mode off and puts it on again; None if the mode exists not only for them.
+        saves: How many tensors the call has saved so far.
+        is_done: Whether the operators that run now are in no window.
+        is_blind: Whether they need not be seen either.
         beside_fsdp: Whether some of the operators may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
         began_in: The code object of the frame that contains the block, if one does.
         around: The node of a backward that the block is run by, if one is.
@@ -47,20 +67,58 @@ class Watching:
         self.selection = selection
         self._looks_on = selection.asked is None or selection.asked.looks_on
         self.mode: object = None
-        self.take_off: Callable[[], bool] | None = None
-        self.is_done = False
+        self.switch: Switch | None = None
+        self.saves = 0
+        self.is_done = True
+        self.is_blind = not self._looks_on
+        self._place = 0  # how many windows have begun
         self.beside_fsdp = shards_anything()
         self.began_in: CodeType | None = None
         self.around: Node | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
 
-    def rest(self) -> None:
-        """Switch the mode off for the rest of the block, if possible, now that everything has been seen.
+    def begin(self) -> None:
+        """Begin with the window that the call begins with, if there is one."""
+        window = self._window(0)
+        if window is not None and not window.sees:
+            self._open(window)
+        elif window is None or window.on:
+            self._rest()
 
-        Must not be called inside an operator.
-        """
-        if not self._looks_on and self.take_off is not None and self.take_off():
-            self.take_off = None
+    def saved(self) -> None:
+        """Note that a tensor was saved: windows begin here, and the mode is switched off after them."""
+        # See NOTE [ Selective recompute ], 9
+        self.saves += 1
+        if not self.is_done:
+            return
+        window = self._window(self._place)
+        while window is not None and window.sees < self.saves:
+            self._place += 1  # it could not begin
+            window = self._window(self._place)
+        if window is None or self.saves < window.on:
+            self._rest()
+        elif self.saves == window.sees:
+            if self.switch is None or self.switch.is_on:
+                self._open(window)
+        elif self.saves == window.on and self.switch is not None:
+            self.switch.on()
+
+    def _rest(self) -> None:
+        if self.switch is not None and not self._looks_on:
+            self.switch.off()
+
+    def _window(self, place: int) -> Window | SeenWindow | None:
+        """Return a window, None if there is no other."""
+        raise NotImplementedError
+
+    def _open(self, window: Any) -> None:
+        """Begin a window."""
+        self._place += 1
+        self.is_done = self.is_blind = False
+
+    def _close(self) -> None:
+        """End the window."""
+        self.is_done, self.is_blind = True, not self._looks_on
 
     def unasked(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that the policy is not asked about: it may write to kept memory."""
@@ -71,6 +129,9 @@ class Watching:
         if op_info.says_fresh:
             self.selection.watch(output)
         return output
+
+
+_EVERYTHING = (Window(last=cast("int", math.inf)),)
 
 
 class Collecting(Watching):
@@ -87,7 +148,9 @@ class Collecting(Watching):
         asked = selection.asked
         assert asked is not None
         self._policy = asked.policy
-        self._asks_first = asked.asks_first
+        self._windows = _EVERYTHING if asked.asks_in is None else asked.asks_in
+        self._last: float = -1  # of the window
+        self._shift = 0  # from the numbers of operators that were seen to those of all
         self._decisions = asked.decisions
         self._names = names
         self._context: OperatorContext | None = None
@@ -96,6 +159,15 @@ class Collecting(Watching):
         self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
             WeakKeyDictionary() if asked.reads_names else None
         )
+
+    def _window(self, place: int) -> Window | None:
+        return self._windows[place] if place < len(self._windows) else None
+
+    def _open(self, window: Window) -> None:
+        super()._open(window)
+        start = len(self.selection.operators)
+        self._last, self._shift = window.last, window.first - start
+        self.selection.windows.append(SeenWindow(window.on, window.sees, start))
 
     def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
@@ -126,7 +198,7 @@ class Collecting(Watching):
         if op_info.says_fresh:
             selection.watch(output)
         if decision is None:
-            decision = self._ask(index, operator, output, *args, **kwargs)
+            decision = self._ask(index + self._shift, operator, output, *args, **kwargs)
             if decisions is not None:
                 decisions[op_info] = decision
         if op_info.is_paired:
@@ -146,8 +218,9 @@ class Collecting(Watching):
                     selection.keep_memory(tensor, decision)
         if self._produced is not None and not torch.is_inference_mode_enabled():
             self._note(index, op_info, output, written)
-        if self._asks_first is not None and len(operators) >= self._asks_first:
-            self.is_done = selection.is_cut = True
+        if len(operators) + self._shift > self._last:
+            selection.windows[-1].end = len(operators)
+            self._close()
         return output
 
     def _ask(self, index: int, operator: object, output: object, /, *args: object, **kwargs: object) -> Decision:
@@ -258,8 +331,17 @@ class Replaying(Watching):
         self._takes = takes
         self._is_running = is_running
         self._count = 0
+        self._end: int | None = None  # of the window
         selection.begin(takes=takes)
         self.difference: str | None = None
+
+    def _window(self, place: int) -> SeenWindow | None:
+        windows = self.selection.windows
+        return windows[place] if place < len(windows) else None
+
+    def _open(self, window: SeenWindow) -> None:
+        super()._open(window)
+        self._count, self._end = window.start, window.end
 
     def operator(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator, or return its kept output."""
@@ -282,7 +364,8 @@ class Replaying(Watching):
         if op_info.accumulates and is_accumulating(self.around):
             return op_info.run(*args, **kwargs)
         self._count = index + 1
-        self.is_done = selection.is_cut and index + 1 == len(operators)
+        if index + 1 == self._end:
+            self._close()
         kept = self._kept.get(index)
         if kept is not None:
             output = kept.again(selection)
