@@ -326,7 +326,16 @@ class Noted(TorchDispatchMode):
         return tensor
 
 
-@pytest.mark.parametrize("function", [mlp, attention, recurrent, in_place, with_a_function_of_the_users])
+def written_where_it_was_copied(x, weight):
+    # Autograd copies what is multiplied in place, in the middle of the operator's saves.
+    hidden = (x @ weight).sin()
+    return ((hidden + 1.0).mul_(hidden.cos()) @ weight).tanh_().exp().cos().mul_(2.0).sin()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [mlp, attention, recurrent, in_place, with_a_function_of_the_users, written_where_it_was_copied],
+)
 def test_what_is_held_in_windows_is_what_is_held_in_full_sight(function):
     x, weight = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
     note = Noted()

@@ -16,7 +16,7 @@ from torchremat._compat.binding import private
 from torchremat._compat.dynamo import outside_graphs
 
 _bind = partial(private, needed_for="restoring the modes around a recompute")
-_count_function_modes: Callable[[], int] = _bind("_C._len_torch_function_stack")
+count_function_modes: Callable[[], int] = _bind("_C._len_torch_function_stack")
 _function_mode: Callable[[int], object] = _bind("_C._get_function_stack_at")
 push_function_mode: Callable[[object], None] = _bind("_C._push_on_torch_function_stack")
 pop_function_mode: Callable[[], object] = _bind("_C._pop_torch_function_stack")
@@ -37,12 +37,12 @@ _KEYS: dict[str, object] = _bind("_C._TorchDispatchModeKey.__members__")
 
 def has_modes() -> bool:
     """Return whether any function or dispatch mode is on."""
-    return _count_function_modes() > 0 or count_dispatch_modes() > 0
+    return count_function_modes() > 0 or count_dispatch_modes() > 0
 
 
 def function_modes() -> list[object]:
     """Return the function modes that are on in this thread, outermost first; a default device is one."""
-    return [_function_mode(index) for index in range(_count_function_modes())]
+    return [_function_mode(index) for index in range(count_function_modes())]
 
 
 def infrastructure_modes() -> dict[object, object]:

@@ -279,6 +279,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         group._post_forward_indices.clear()
 
 
+@cache
 def _all_states() -> Mapping[nn.Module, Callable[[], _FSDPState | None]]:
     states = _bind("distributed._composable_state._module_state_mapping")
     return cast("Mapping[nn.Module, Callable[[], _FSDPState | None]]", states)

@@ -41,11 +41,7 @@ def generator_states(devices: Iterable[torch.device] = (), generators: Iterable[
 
 def drawn(before: States) -> States:
     """Return the states in `before` whose generators have drawn since; the others, of 5 KB each, can go."""
-    moved: States = {}
-    for one, state in before.items():
-        if not _equal(get_generator(one), state):
-            moved[one] = state
-    return moved
+    return {one: state for one, state in before.items() if not _equal(get_generator(one), state)}
 
 
 def restore(states: States, stack: ExitStack) -> None:

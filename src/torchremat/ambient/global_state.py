@@ -20,6 +20,8 @@ import torch
 
 from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags, precision_reads
 from torchremat._compat.modes import (
+    count_dispatch_modes,
+    count_function_modes,
     dispatch_modes,
     function_modes,
     has_modes,
@@ -121,7 +123,7 @@ class AmbientState:
         """
         if not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
-        if not has_modes():
+        if not count_dispatch_modes() and not count_function_modes():
             return not self.has_modes
         if in_forward and infrastructure_modes():
             return False

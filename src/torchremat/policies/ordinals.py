@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,7 +92,8 @@ def _window_of(number: int, saves: Sequence[int]) -> Window:
     """Return the shortest window that ends with an operator."""
     sees = bisect_right(saves, number)
     first = saves[sees - 1] if sees else 0
-    on = bisect_left(saves, first)  # the last save before, by another operator
+    # Two operators before: one that writes in place copies in the middle of its saves, and is no other operator then.
+    on = bisect_right(saves, first - 2)
     return Window(number, first, on, sees) if on else Window(number)
 
 

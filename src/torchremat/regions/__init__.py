@@ -32,19 +32,19 @@ In reading order:
 rules.py             when a region holds, stops and releases, as functions that planning calls as well
 decisions.py         the policy protocol, and its answers
 selective/           outputs that a policy keeps in a region: their cache, their watchers, the mode that sees operators
+frozen.py            values that reach a call other than by its arguments
 calls.py             one call in a region: everything needed to run it again
-inputs.py            where the values of calls come from, so that a recompute can pass them again
 values.py            the check of values
-recording.py         the notes of a region about its forward, as data
+recording.py         what a region noted of its forward: its first layer, which a recompute and its diagnosis read
 slots.py             autograd's placeholders for saved tensors
 settings.py          how a region behaves
 threads.py           the current state of each thread around regions
-hooks.py             the hooks that autograd calls, and how long recomputed tensors stay
+hooks.py             the hooks that autograd calls, and how long recomputed tensors stay: the second layer of a region
 sessions.py          the owner of recomputed tensors
 restoring.py         the state that a call saw, shown to its recompute
 refilling.py         the saved tensors of one recompute, compared and put into their slots
-recompute.py         one recompute
-region.py            the region itself: calls, saving, unpacking
+recompute.py         one recompute: the calls run again
+region.py            the region itself, with what runs it: calls, saving, unpacking
 transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions
 offload_schedule.py  saved tensors of calls, on their way into stores and back

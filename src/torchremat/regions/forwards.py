@@ -20,7 +20,7 @@ from torchremat.frames import calling_module
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Settings
-from torchremat.regions.threads import makes_regions
+from torchremat.regions.threads import makes_regions, thread
 from torchremat.regions.transforms import new_region
 from torchremat.state.roots import Rooted
 from torchremat.stores.offloading import Offload
@@ -267,22 +267,25 @@ class UnboundForward:
 
 @outside_graphs
 def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    function = forward.function
+    module, settings = forward.module, forward.settings
+    function = class_forward(module) if forward.own is None else forward.own
     if not makes_regions():
         return function(*args, **kwargs)
-    if isinstance(forward.settings, Offload):
-        with forward.settings:
+    if isinstance(settings, Offload):
+        with settings:
             return function(*args, **kwargs)
     if forward.scope is not None:
-        forward.scope.begun(forward.module, args, kwargs)
+        forward.scope.begun(module, args, kwargs)
         return forward.scope.run(function, *args, **kwargs)
-    choice = open_choice(forward.name)
-    if choice is not None:
-        return run_choice(choice, function, forward.module, args, kwargs)
-    if forward.settings is None:
+    if thread.now.scopes:
+        choice = open_choice(forward.name)
+        if choice is not None:
+            return run_choice(choice, function, module, args, kwargs)
+        if settings is not None:
+            function = continued(function)
+    if settings is None:
         return function(*args, **kwargs)
-    body = continued(function)
-    return new_region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
+    return new_region(settings, forward.name).call(function, args, kwargs, (module,))
 
 
 @outside_graphs

@@ -18,7 +18,6 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat.regions.sessions import Session, active_session
 from torchremat.regions.slots import Key, Recomputable, Slot, alive, written_in_region
 from torchremat.regions.threads import thread
-from torchremat.regions.values import Fingerprints
 from torchremat.tensors.packed import unpacked_in_graphs
 from torchremat.tensors.versioned import Versioned
 
@@ -101,13 +100,9 @@ class Waiting(Recomputable):
 
     __slots__ = ("_asked", "owners", "slots", "stays_for")
 
-    def __init__(self, label: object, fingerprints: Fingerprints | None) -> None:
-        super().__init__(label, fingerprints)
-        self.slots = []
-        self.owners: dict[Key, int] = {}
-        self.stays_for: int | None = None
-        # By slot, the backward calls of a session that have asked for it.
-        self._asked: dict[int, set[int]] | None = None
+    owners: dict[Key, int]
+    stays_for: int | None
+    _asked: dict[int, set[int]] | None  # by slot, the backward calls of a session that have asked for it
 
     def was_asked(self, index: int) -> bool:
         """Return whether a backward call of a session has asked for a tensor."""

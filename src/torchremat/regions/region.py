@@ -72,6 +72,9 @@ from torchremat.tensors.structure import split_call
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
 
+Choose = Callable[[Call, list[Tensor]], Choosing]
+"""Makes the watcher of a call's operators, given the tensors among its arguments."""
+
 
 class Region(Waiting):
     """Calls that are recomputed together, in the order in which they ran."""
@@ -86,6 +89,8 @@ class Region(Waiting):
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         super().__init__(label, Fingerprints() if compares else None)
         self.settings = settings
+        self.slots = []
+        self.owners, self.stays_for, self._asked = {}, None, None
         self.began: Began  # the modes in which the last call began
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
         self._lock = _Lock()
@@ -103,6 +108,7 @@ class Region(Waiting):
         *,
         last: bool = True,
         given: CallArguments | None = None,
+        choose: Choose | None = None,
     ) -> object:
         """Run `body` as the next call of the region and return its result.
 
@@ -113,24 +119,12 @@ class Region(Waiting):
             roots: The objects from which everything that the call can reach is found: the user's function, or a module.
             last: Whether no further call will join, so that outputs need not be remembered.
             given: The arguments taken apart, if the caller has done it.
+            choose: Watches its operators for a policy; found by the settings if not given.
         """
-        around = thread.now.selecting
-        if around is None and self.settings.policy is None:
-            return self._call(body, args, kwargs, roots, None, last, given)
-        with SeenBy(None):
-            choose = partial(Choosing, self, self.settings, around)
-            return self._call(body, args, kwargs, roots, choose, last, given)
-
-    def _call(
-        self,
-        body: Body,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        roots: Sequence[object],
-        choose: Callable[[Call, list[Tensor]], Choosing] | None,
-        last: bool,
-        given: CallArguments | None,
-    ) -> object:
+        if choose is None and (self.settings.policy is not None or thread.now.selecting is not None):
+            with SeenBy(None) as around:
+                choose = partial(Choosing, self, self.settings, around)
+                return Region.call(self, body, args, kwargs, roots, last=last, given=given, choose=choose)
         settings = self.settings
         number, first_slot, first_held = len(self.calls), len(self.slots), len(self.held)
         if given is None:

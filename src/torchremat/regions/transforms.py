@@ -58,7 +58,7 @@ from torchremat._compat.transforms import (
 from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body, CallArguments
 from torchremat.regions.recompute import RegionRecompute
-from torchremat.regions.region import Region
+from torchremat.regions.region import Choose, Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
 from torchremat.tensors.held import HeldTensor
@@ -130,10 +130,11 @@ class _TransformedRegion(Region):
         *,
         last: bool = True,
         given: CallArguments | None = None,
+        choose: Choose | None = None,
     ) -> object:
         """Run `body` as the next call of the region. See `Region.call`."""
         with hooks_under_transforms():
-            return super().call(body, args, kwargs, roots, last=last, given=given)
+            return super().call(body, args, kwargs, roots, last=last, given=given, choose=choose)
 
     def _pack(self, tensor: Tensor) -> object:
         if self._transforms and _level_to_detach(tensor) < 0:

@@ -119,8 +119,9 @@ def with_others(contents: object, others: Mapping[int, object]) -> object:
 
 def replaced(values: list[object], others: Mapping[int, object]) -> list[object]:
     """Return values with some of them replaced, by id, in tuples too."""
-    ids = [*map(id, values)]
-    tuples = [one for one in values if type(one) is tuple and not _FLAT.issuperset(map(type, one))]
+    ids, tuples = [*map(id, values)], []
+    if tuple in {*map(type, values)}:
+        tuples = [one for one in values if type(one) is tuple and not _FLAT.issuperset(map(type, one))]
     if others.keys().isdisjoint(ids) and not tuples:
         return values  # told in C, since most values stay
     inside = {id(one): with_others(one, others) for one in tuples}
@@ -225,6 +226,11 @@ class Dicts:
     def dicts(self) -> list[Dict]:
         """The dicts."""
         return [*self._dicts, *self._empty]
+
+    def now(self) -> Dicts:
+        """Return what the dicts hold now."""
+        values = self.current()
+        return Dicts(self.dicts) if values is None else self.with_values(values)
 
     def current(self) -> list[Any] | None:
         """Return their current values, None if they have other keys now."""

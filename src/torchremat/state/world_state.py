@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress, count
 from operator import is_not
 from typing import Any
 
@@ -18,11 +19,13 @@ class WorldState:
         rest: The other holders, each with its contents.
     """
 
-    __slots__ = ("dicts", "rest")
+    __slots__ = ("_places", "dicts", "rest")
 
     def __init__(self, dicts: Sequence[Dicts], rest: list[tuple[Holder, Any]]) -> None:
         self.dicts = dicts
         self.rest = rest
+        # By the id of each object that was put in the place of another: the lists of values, and where in them it is.
+        self._places: dict[int, list[tuple[int, int]]] | None = None
 
     @property
     def all_dicts(self) -> list[Dict]:
@@ -42,7 +45,7 @@ class WorldState:
 
     def now(self) -> WorldState:
         """Return what the same holders hold now."""
-        return WorldState([Dicts(own.dicts) for own in self.dicts], [(one, one.read()) for one, _ in self.rest])
+        return WorldState([own.now() for own in self.dicts], [(one, one.read()) for one, _ in self.rest])
 
     def write(self) -> set[int]:
         """Let the holders hold it again; return the ids of the objects that had changed."""
@@ -58,5 +61,32 @@ class WorldState:
         """Return the same with some objects replaced, by id."""
         if not others:
             return self
+        if self._places is not None and others.keys() <= self._places.keys():
+            return self._with_stand_ins(self._places, others)
         rest = [(one, with_others(before, others)) for one, before in self.rest]
-        return WorldState([own.with_others(others) for own in self.dicts], rest)
+        found = WorldState([own.with_others(others) for own in self.dicts], rest)
+        if all(now is before for (_, now), (_, before) in zip(rest, self.rest, strict=True)):
+            found._places = _places_in(self.dicts, found.dicts)
+        return found
+
+    def _with_stand_ins(
+        self, places: Mapping[int, Sequence[tuple[int, int]]], others: Mapping[int, object]
+    ) -> WorldState:
+        """Return the same with some of the objects replaced that were themselves put in the place of others."""
+        values = [[*own.values] for own in self.dicts]
+        for key, one in others.items():
+            for piece, place in places[key]:
+                values[piece][place] = one
+        return WorldState([own.with_values(now) for own, now in zip(self.dicts, values, strict=True)], self.rest)
+
+
+def _places_in(dicts: Sequence[Dicts], now: Sequence[Dicts]) -> dict[int, list[tuple[int, int]]] | None:
+    """Return the places of the objects that were replaced in dicts, None if some of them are in tuples."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for piece, (own, new) in enumerate(zip(dicts, now, strict=True)):
+        for place in compress(count(), map(is_not, own.values, new.values)):
+            one = new.values[place]
+            if type(one) is tuple:
+                return None
+            found.setdefault(id(one), []).append((piece, place))
+    return found

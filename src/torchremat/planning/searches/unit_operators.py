@@ -11,7 +11,7 @@ since autocast makes them sometimes in the forward and sometimes in the recomput
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -182,18 +182,11 @@ class UnitOperators:
         return size.inside_bytes + sum(trace.storage_bytes[one] for one in size.saved if one not in own.inputs)
 
     def _seen(self, windows: Sequence[Window] | None) -> list[range]:
-        """Return the operators that are dispatched through a mode; after a window, until something is saved."""
+        """Return the operators that a watcher is shown."""
         if windows is None:
             return [range(len(self.runs))]
-        if self.begun:
-            saves = save_positions(self.profile, self.unit)
-        else:
-            saves = sorted(value.saved_after for value in self.flow.values if value.needed)
-        counted, seen = self._counted, list[range]()
-        for one in windows:
-            end = bisect_right(saves, counted[one.last])
-            seen.append(range(saves[one.on - 1] if one.on else 0, saves[end] if end < len(saves) else len(self.runs)))
-        return seen
+        saves = save_positions(self.profile, self.unit) if self.begun else []
+        return [range(saves[one.sees - 1] if one.sees else 0, self._counted[one.last] + 1) for one in windows]
 
     @cached_property
     def _counted(self) -> list[int]:

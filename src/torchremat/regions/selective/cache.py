@@ -32,7 +32,7 @@ NOTE [ Selective recompute ]
    these, in the forward as in the recompute; all others run as in a region without a policy. The mode is switched in
    the hook that packs a saved tensor, the only code of ours that runs there, in the middle of an operator. What the
    operator's kernel then calls is seen as well, and is no operator of the region: so nothing is looked at before
-   another operator has saved something, by when the kernel is done.
+   another operator has saved something, by when the kernel is done. A write that is not seen moves a version (4).
 
        operators    0 mm      1 gelu      2 mm          3 gelu
        saves        s0 s1     s2          s3 s4         s5           2 is kept: on at s2, seen from s3, off at s5

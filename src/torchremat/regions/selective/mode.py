@@ -80,8 +80,8 @@ def _run(operator: Operation, args: Args, kwargs: Mapping[str, object]) -> objec
     return operator(*args, **kwargs)
 
 
-class SeenBy(AbstractContextManager[None]):
-    """A block whose operators are seen by `run`; None hides them from all watchers.
+class SeenBy(AbstractContextManager[Collecting | Replaying | None]):
+    """A block whose operators are seen by `run`; None hides them from all watchers. It returns the watcher before.
 
     Args:
         run: The watcher that sees them.
@@ -97,7 +97,7 @@ class SeenBy(AbstractContextManager[None]):
         self._is_off = False
         self._depth = 0  # how many modes are on while it is off
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Collecting | Replaying | None:
         self._now = thread.now
         self._had = self._now.selecting
         self._thread = get_ident()
@@ -113,6 +113,7 @@ class SeenBy(AbstractContextManager[None]):
             self._run.began_in = self._began_in
             self._run.around = current_node()
         thread.now.selecting = self._run
+        return self._had
 
     @property
     def is_on(self) -> bool:

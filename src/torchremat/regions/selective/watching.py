@@ -104,7 +104,7 @@ class Watching:
             self.switch.on()
 
     def _rest(self) -> None:
-        if self.switch is not None and not self._looks_on:
+        if self.switch is not None and self.switch.is_on and not self._looks_on:
             self.switch.off()
 
     def _window(self, place: int) -> Window | SeenWindow | None:
