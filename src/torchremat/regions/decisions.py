@@ -93,8 +93,8 @@ class Window(NamedTuple):
         last: The number of the last one, as `OperatorContext.ordinal`.
         first: The number of the first one.
         on: How many tensors the call has saved when the mode is switched on; 0 if it is on when the call begins.
-        sees: How many the call has saved when the first one is seen. The last of these must be saved by another operator
-            than the one at which the mode was switched on, and two operators that ran between them make sure of that.
+        sees: How many the call has saved when the first one is seen. The last of these must be saved by another
+            operator than the one at which the mode was switched on; two operators between them make sure of that.
     """
 
     last: int
