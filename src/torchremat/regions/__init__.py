@@ -32,7 +32,6 @@ In reading order:
 rules.py             when a region holds, stops and releases, as functions that planning calls as well
 decisions.py         the policy protocol, and its answers
 selective/           outputs that a policy keeps in a region: their cache, their watchers, the mode that sees operators
-frozen.py            values that reach a call other than by its arguments
 calls.py             one call in a region: everything needed to run it again
 values.py            the check of values
 recording.py         what a region noted of its forward: its first layer, which a recompute and its diagnosis read

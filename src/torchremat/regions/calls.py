@@ -16,8 +16,8 @@ from torchremat._compat.accelerators import current_devices
 from torchremat.ambient.generators import States, drawn, generator_states
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.registry import Captured, entries
+from torchremat.errors import MutationError
 from torchremat.regions.diagnosis.operators import OperatorLog
-from torchremat.regions.frozen import Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.state.code import function_of, is_library
 from torchremat.state.following.objects import reach_arguments
@@ -30,11 +30,51 @@ from torchremat.state.roots import known_root
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import Reaching
 from torchremat.tensors.held import HeldTensor
-from torchremat.tensors.structure import tensors_in
+from torchremat.tensors.structure import join, split, tensors_in
+from torchremat.tensors.versioned import Versioned
 
 # What a call runs: the user's function, or a wrapper of ours around it. A recompute runs the same body as the forward,
 # so a body must look up nothing that may have changed since.
 Body = Callable[..., object]
+
+
+class Frozen:
+    """A tensor, or a structure of tensors, that reaches a call other than by its arguments and is kept.
+
+    The tensors are aliases, see NOTE [ Why an alias ].
+    """
+
+    __slots__ = ("_kept", "_template")
+
+    def __init__(self, value: object) -> None:
+        tensors: list[Tensor] = []
+        self._template = split(value, tensors, [])
+        self._kept = [(Versioned(tensor.detach()), tensor.requires_grad) for tensor in tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The kept tensors."""
+        return [kept.tensor for kept, _ in self._kept]
+
+    def thaw(self, words: str) -> object:
+        """Return the value for a recompute.
+
+        Args:
+            words: Where the forward got it, for messages.
+
+        Raises:
+            MutationError: A tensor was written in place.
+        """
+        found: list[Tensor] = []
+        for kept, requires_grad in self._kept:
+            if kept.is_written:
+                raise MutationError(
+                    f"the tensor of {words} was written in place after the forward had it: version "
+                    f"{kept.version} then, {kept.now} now. Use a clone, or write out of place."
+                )
+            alias = kept.tensor.detach()
+            found.append(alias.requires_grad_() if requires_grad else alias)
+        return join(self._template, found)
 
 
 # The source of a call's argument: an input that the region holds, by number, or the output of an earlier call.

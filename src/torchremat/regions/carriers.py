@@ -18,8 +18,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from torchremat.errors import UnsupportedError
-from torchremat.regions.calls import Call
-from torchremat.regions.frozen import Frozen
+from torchremat.regions.calls import Call, Frozen
 from torchremat.regions.reentrant import is_in_reentrant_forward
 from torchremat.regions.threads import Carried, thread
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -68,6 +68,9 @@ from torchremat.stores.stored_parameters import parameters_in_memory
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import metadata_of
 from torchremat.tensors.structure import split_call
+
+if TYPE_CHECKING:
+    from torchremat._compat.autograd import Pack, Unpack
 
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
@@ -134,27 +137,14 @@ class Region(Waiting):
         self.held += given.held
         tensors, call, observer = given.tensors, Call(body, given.template, given.sources, ref(self)), settings.observer
         if observer is not None:
-            held = [call.sources.index(one) for one in range(first_held, len(self.held))]
-            observer.holds(self, number, held)
+            observer.holds(self, number, [call.sources.index(one) for one in range(first_held, len(self.held))])
             observer.looks(self)
         call.look(given, roots, guard=settings.guard, preserve_rng=settings.preserve_rng)
         if call.world.waits:
             return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
-        own, run = self._pack, body
-        pack, back = own if self.fingerprints is None else self._pack_with_values, unpack
-        if observer is not None:
-            observer.began(self, number, tensors)
-            pack = partial(noted, partial(observer.saved, self, number), pack)
-            back = partial(told, observer.asked)
-        if settings.debug:
-            call.log = log_of(self, call)
-            pack = partial(noted, call.log.save, pack)
-            run = partial(call.log.run, body, body)
-        if pack is not own:
-            pack = except_traced(pack)
-        choosing = None if choose is None else choose(call, tensors)
-        if choosing is not None:
-            pack, run = choosing.hook(pack, computes=pack is not own), partial(choosing.run, run)
+        pack, back, run, choosing = self._pack, unpack, body, None
+        if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
+            pack, back, run, choosing = self._watched(call, number, tensors, choose)
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -181,9 +171,6 @@ class Region(Waiting):
                 observer.ended(self, number, output)
         except BaseException as error:
             # The saved tensors are dropped with the partial graph; the next call, if any, takes this one's place.
-            for slot in alive(self.slots[first_slot:]):
-                slot.lose()
-            del self.slots[first_slot:]
             self.cut(number, first_slot)
             check_transform_inside(error)
             raise
@@ -195,6 +182,35 @@ class Region(Waiting):
         if not last:
             self.made(output, number)
         return output
+
+    def cut(self, calls: int, saves: int) -> None:
+        """Forget all but the first calls and saved tensors, and let the slots of the others refuse."""
+        for slot in alive(self.slots[saves:]):
+            slot.lose()
+        del self.slots[saves:]
+        super().cut(calls, saves)
+
+    def _watched(
+        self, call: Call, number: int, tensors: list[Tensor], choose: Choose | None
+    ) -> tuple[Pack, Unpack, Body, Choosing | None]:
+        """Return the hooks and the body of a call whose saves or operators something else sees, and what chooses."""
+        observer, body = self.settings.observer, call.body
+        own, run = self._pack, body
+        pack, back = own if self.fingerprints is None else self._pack_with_values, unpack
+        if observer is not None:
+            observer.began(self, number, tensors)
+            pack = partial(noted, partial(observer.saved, self, number), pack)
+            back = partial(told, observer.asked)
+        if self.settings.debug:
+            call.log = log_of(self, call)
+            pack = partial(noted, call.log.save, pack)
+            run = partial(call.log.run, body, body)
+        if pack is not own:
+            pack = except_traced(pack)
+        choosing = None if choose is None else choose(call, tensors)
+        if choosing is not None:
+            pack, run = choosing.hook(pack, computes=pack is not own), partial(choosing.run, run)
+        return pack, back, run, choosing
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:

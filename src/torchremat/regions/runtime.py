@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import CheckpointError, UnsupportedError
-from torchremat.regions.frozen import Frozen
+from torchremat.regions.calls import Frozen
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.threads import thread
 

@@ -20,8 +20,7 @@ from torchremat._compat.autograd import (
     stash_in_tls,
 )
 from torchremat._compat.dynamo import is_traced
-from torchremat.regions.calls import Call
-from torchremat.regions.frozen import Frozen
+from torchremat.regions.calls import Call, Frozen
 from torchremat.regions.selective.cache import Selection
 from torchremat.regions.selective.watching import Collecting, Replaying
 
