@@ -56,6 +56,10 @@ class RegionRecompute(Refill):
 
     __slots__ = ("_copies", "checks", "log", "observer")
 
+    def end(self) -> None:
+        """Release the region. See NOTE [ What a recompute leaves behind ], 2."""
+        del self.region, self.key, self.log, self.observer, self._copies
+
     def run(self, log: OperatorLog | None = None, observer: Observer | None = None, *, checks: bool = True) -> None:
         """Run the calls, and let the tensors that they save wait in their slots.
 
@@ -65,13 +69,6 @@ class RegionRecompute(Refill):
         """
         self.log, self.observer, self.checks = log, observer, checks
         self._copies = ContainerCopies()  # See NOTE [ What a recompute leaves behind ], 1
-        try:
-            self._run()
-        finally:
-            # See NOTE [ What a recompute leaves behind ], 2
-            del self.region, self.key, self.log, self.observer, self._copies
-
-    def _run(self) -> None:
         region = self.region
         calls = list(region.calls)
         # One call passes nothing on.

@@ -381,6 +381,8 @@ class Region(Waiting):
             if not explains:
                 raise
             raise CheckpointError(explain(self, found.call, found.difference, log)) from None
+        finally:
+            recompute.end()
         if observer is not None:
             observer.recomputed(self)
         return recompute

@@ -106,6 +106,7 @@ def rerun(recording: Recording, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
         recompute = RegionRecompute(cast("Recomputable", recording), _UNCHECKED, None, _NOTHING)
+        stack.callback(recompute.end)
         try:
             recompute.run(found.log, checks=False)
         except Exception as error:  # noqa: BLE001 user code may raise anything; the error is part of the findings
