@@ -102,7 +102,6 @@ class Choosing:
         if isinstance(self._run, Replaying):
             thread.now.inner = iter(self.selection.inner)  # the call restores the old value
         with SeenBy(self._run, Choosing.run.__code__):
-            self._run.begin()
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
@@ -178,8 +177,6 @@ class ChosenRecompute:
         """Run the call again; inner regions take over the kept outputs of their forwards."""
         thread.now.inner = iter(self._selection.inner)
         with PutBack(), SeenBy(self._run, ChosenRecompute.run.__code__):
-            if self._run is not None:
-                self._run.begin()
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], refill: Refill) -> Callable[[Tensor], object]:

@@ -113,6 +113,8 @@ class SeenBy(AbstractContextManager[Collecting | Replaying | None]):
             self._run.began_in = self._began_in
             self._run.around = current_node()
         thread.now.selecting = self._run
+        if self._run is not None:
+            self._run.begin()
         return self._had
 
     @property

@@ -71,7 +71,9 @@ class Watching:
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin with the window that the call begins with, if there is one."""
+        """Begin with the window that the call begins with, if there is one, when its block is entered."""
+        if self._place or self.saves:
+            return  # again
         window = self._window(0)
         if window is not None and not window.sees:
             self._open(window)
