@@ -63,7 +63,7 @@ class Watching:
         self.switch: Switch | None = None
         self.saves = 0
         self.is_done = True
-        self.is_blind = not self._looks_on
+        self.is_blind = False
         self._place = 0  # how many windows have begun
         self.beside_fsdp = shards_anything()
         self.began_in: CodeType | None = None
@@ -77,7 +77,7 @@ class Watching:
         window = self._window(0)
         if window is not None and not window.sees:
             self._open(window)
-        elif window is None or window.on:
+        else:
             self._rest()
 
     def saved(self) -> None:
@@ -95,8 +95,10 @@ class Watching:
         elif self.saves == window.sees:
             if self.switch is None or self.switch.is_on:
                 self._open(window)
-        elif self.saves == window.on and self.switch is not None:
-            self.switch.on()
+        elif self.saves == window.on:
+            self.is_blind = not self._looks_on
+            if self.switch is not None:
+                self.switch.on()
 
     def _rest(self) -> None:
         if self.switch is not None and self.switch.is_on and not self._looks_on:
@@ -112,8 +114,8 @@ class Watching:
         self.is_done = self.is_blind = False
 
     def _close(self) -> None:
-        """End the window."""
-        self.is_done, self.is_blind = True, not self._looks_on
+        """End the window. Until the mode is off, views of what was kept are still looked for."""
+        self.is_done = True
 
     def unasked(self, operator: Operation, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that the policy is not asked about: it may write to kept memory."""
