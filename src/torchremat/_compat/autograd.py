@@ -58,6 +58,7 @@ retains_graph: Callable[[], bool] = _bind("_C._autograd._get_current_graph_task_
 current_node: Callable[[], Node | None] = _bind("_C._current_autograd_node")
 _is_run: Callable[[Node], bool] = private("_C._will_engine_execute_node", needed_for="a session")
 set_grad_mode: Callable[[bool], None] = _bind("_C._set_grad_enabled")
+sequence_number: Callable[[], int] = _bind("_C._autograd._get_sequence_nr")
 python_node: type = _bind("autograd.function.BackwardCFunction")
 
 
@@ -100,11 +101,12 @@ def leads_elsewhere() -> bool:
     """Return whether the running node has an edge which its backward does not follow; True if unknown."""
     node = current_node()
     return node is None or any(
-        next_node is not None and not _is_followed(next_node) for next_node, _ in node.next_functions
+        next_node is not None and not is_followed(next_node) for next_node, _ in node.next_functions
     )
 
 
-def _is_followed(node: Node) -> bool:
+def is_followed(node: Node) -> bool:
+    """Return whether the running backward computes a gradient for a node."""
     try:
         return _is_run(node)
     except RuntimeError:  # the backward was asked for the gradient of this leaf

@@ -130,6 +130,13 @@ class Call:
         self.cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self.frozen_values: dict[object, list[Frozen]] | None = None
 
+    def again(self, body: Body, region: ReferenceType[object]) -> Call:
+        """Return a call in the same state, of another body, which is given the arguments and what it adds to them."""
+        made = Call(body, (({}, *self.template), {}), [*self.sources], region)
+        for name in _STATE:
+            setattr(made, name, getattr(self, name))
+        return made
+
     @property
     def is_running(self) -> bool:
         """Whether the call runs for the first time."""
@@ -231,6 +238,12 @@ class Call:
     def frozen(self) -> list[Tensor]:
         """The tensors that it keeps in addition to its arguments."""
         return [tensor for each in (self.frozen_values or {}).values() for one in each for tensor in one.tensors]
+
+
+_STATE = (
+    "ambient_state", "captured", "cells", "context", "frozen_values", "generators", "is_pure", "preserves_rng",
+    "sets_generators", "world",
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)

@@ -38,6 +38,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import (
@@ -45,6 +46,7 @@ from torchremat._compat.autograd import (
     current_graph_task,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    sequence_number,
 )
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
@@ -52,6 +54,7 @@ from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, CallArguments
 from torchremat.regions.decisions import check_met
+from torchremat.regions.derivatives import Arrivals, Made
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
 from torchremat.regions.hooks import Waiting, noted, told, unpack
@@ -82,10 +85,12 @@ Choose = Callable[[Call, list[Tensor]], Choosing]
 class Region(Waiting):
     """Calls that are recomputed together, in the order in which they ran."""
 
-    __slots__ = ("__weakref__", "_lock", "around", "began", "settings")
+    __slots__ = ("__weakref__", "_lock", "around", "arrivals", "began", "settings")
 
     # How a recomputed tensor loses its graph: torch.func needs another function.
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
+
+    derives = True  # See NOTE [ The derivative of a region ]
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         # With `check="values"`; none in a recompute: the region that recomputes compares new tensors with earlier ones.
@@ -96,6 +101,7 @@ class Region(Waiting):
         self.owners, self.stays_for, self._asked = {}, None, None
         self.began: Began  # the modes in which the last call began
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
+        self.arrivals: Arrivals | None = None
         self._lock = _Lock()
         if open_sessions and (session := active_session()) is not None and not thread.now.recomputing:
             session.created(self)
@@ -145,6 +151,7 @@ class Region(Waiting):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
+        first, inputs = sequence_number(), [one.grad_fn for one in tensors]
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -181,6 +188,9 @@ class Region(Waiting):
                 now.unshare()
         if not last:
             self.made(output, number)
+        elif self.derives and not number and self.slots:
+            made = Made(first, inputs)
+            self.arrivals = Arrivals(self, made, made.of(output))
         return output
 
     def cut(self, calls: int, saves: int) -> None:
@@ -235,6 +245,8 @@ class Region(Waiting):
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if necessary."""
+        if self.arrivals is not None and torch.is_grad_enabled():
+            self.arrivals.asked()  # See NOTE [ The derivative of a region ]
         if slot.index == LOST:
             raise CheckpointError(
                 "autograd asked for a tensor that a region saved in a forward which raised, or which planning or a "
@@ -266,6 +278,11 @@ class Region(Waiting):
                 if slot.task == key and not thread.now.recomputing:
                     return slot.tensor  # see `unpack` in hooks.py; most regions are asked for the first time here
             return slot.take(key, keep=self.is_needed_again(slot, session, task))
+
+    @property
+    def pack(self) -> Pack:
+        """The hook for what the running call saves."""
+        return self._pack if self.fingerprints is None else self._pack_with_values
 
     def _recompute_for(self, key: Key, index: int, *, returns: bool = False) -> RegionRecompute:
         session, cuts = key if isinstance(key, Session) else None, self.settings.cuts

@@ -64,12 +64,14 @@ class Now:
             nothing.
         plain: Whether calls that would become regions are plain calls. Kept by `plainly`.
         frozen: The values that the rerunning call froze in its forward, by name.
+        arriving: What begins to wait for gradients, once a derivative has put its own in the places of some; None
+            outside of its forward. See NOTE [ The derivative of a region ].
         moved: The generators that kept draws have moved in the running recompute, with their earlier states.
         is_shared: Whether backwards that are called now see it. See NOTE [ In which thread a backward runs ].
     """
 
     __slots__ = (
-        "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing", "scopes",
+        "arriving", "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing", "scopes",
         "selecting",
     )  # fmt: skip
 
@@ -83,6 +85,7 @@ class Now:
         self.inner: Iterator[ReferenceType[Selection]] | None = None
         self.plain = False
         self.frozen: Mapping[object, Iterator[Frozen]] = _NOTHING_FROZEN
+        self.arriving: list[Callable[[], None]] | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
         self.is_shared = False
 
