@@ -377,8 +377,8 @@ WAYS = {
     "dual": (dual, 2),
     "dual, backward later": (dual_later, 2),
     "dual, a tangent that requires grad": (tangent_requires_grad, 2),
-    "double backward": (double, 3),
-    "gradient penalty": (penalty, 3),
+    "double backward": (double, 4),  # the graph of the gradient is recomputed as well
+    "gradient penalty": (penalty, 4),
     "is_grads_batched": (batched, 2),
     "gradient of an intermediate": (of_the_middle, 2),
     "functional.jacobian": (lambda f, x, _: torch.autograd.functional.jacobian(f, x.detach()), 5),
@@ -387,7 +387,7 @@ WAYS = {
         2,
     ),
     "functional.jacobian, forward mode": (functional_forward, 1),
-    "functional.hvp": (lambda f, x, v: torch.autograd.functional.hvp(summed(f), x.detach(), v), 3),
+    "functional.hvp": (lambda f, x, v: torch.autograd.functional.hvp(summed(f), x.detach(), v), 6),
 }
 
 

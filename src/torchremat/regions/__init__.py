@@ -43,6 +43,8 @@ sessions.py          the owner of recomputed tensors
 restoring.py         the state that a call saw, shown to its recompute
 refilling.py         the saved tensors of one recompute, compared and put into their slots
 recompute.py         one recompute: the calls run again
+differentiated.py    the call of a derivative: the forward of a region, and a backward through it, run again
+derivatives.py       the derivative of a region, while the graph of a gradient is built: the third layer of a region
 region.py            the region itself, with what runs it: calls, saving, unpacking
 transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions

@@ -130,9 +130,10 @@ class Call:
         self.cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self.frozen_values: dict[object, list[Frozen]] | None = None
 
-    def again(self, body: Body, region: ReferenceType[object]) -> Call:
-        """Return a call in the same state, of another body, which is given the arguments and what it adds to them."""
-        made = Call(body, (({}, *self.template), {}), [*self.sources], region)
+    def again(self, body: Body, more: object, region: ReferenceType[object]) -> Call:
+        """Return a call in the same state, whose body is given more before the arguments and keyword arguments."""
+        args, kwargs = cast("tuple[object, object]", self.template)
+        made = Call(body, ((more, args, kwargs), {}), [*self.sources], region)
         for name in _STATE:
             setattr(made, name, getattr(self, name))
         return made

@@ -31,17 +31,16 @@ forward, which its recompute takes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import (
@@ -49,62 +48,44 @@ from torchremat._compat.autograd import (
     current_graph_task,
     current_node,
     is_followed,
-    pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     sequence_number,
-    top_saved_tensor_hooks,
 )
-from torchremat._compat.modes import modes_now
-from torchremat.ambient.global_state import AmbientState, ambient_state
-from torchremat.regions.calls import Body, Call
-from torchremat.regions.hooks import unpack
+from torchremat._compat.modes import Began, modes_now
+from torchremat.ambient.global_state import ambient_state
+from torchremat.regions.differentiated import Differentiated, Gradients, Made, Place, edges_of
+from torchremat.regions.hooks import Waiting, unpack
+from torchremat.regions.sessions import active_session
+from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
-from torchremat.tensors.structure import split, tensors_in
+from torchremat.tensors.structure import split
 
 if TYPE_CHECKING:
-    from torchremat._compat.autograd import Pack, Unpack
-    from torchremat.regions.region import Region
-
-Gradients = tuple[Tensor | None, ...]
-
-Place = tuple[int, int]
-"""Where a gradient arrives: the number of an output's node, and the place of a node among those behind it."""
+    from torchremat._compat.autograd import Pack
 
 
-class Made(NamedTuple):
-    """The nodes that a region has made.
+class Differentiable(Waiting):
+    """A region as what may be differentiated again.
 
     Attributes:
-        first: The number of the first node that it can have made.
-        inputs: The nodes that made its inputs.
+        settings: How it behaves.
+        began: The modes in which its last call began.
+        arrivals: Waits for the gradients of its outputs, if it has a derivative.
     """
 
-    first: int
-    inputs: Sequence[Node | None] = ()
+    __slots__ = ("arrivals", "began", "settings")
 
-    def has(self, node: Node) -> bool:
-        """Return whether a node is one of them."""
-        return node._sequence_nr() >= self.first and not hasattr(node, "variable") and node not in self.inputs
+    settings: Settings
+    began: Began
+    arrivals: Arrivals | None
 
-    def of(self, output: object) -> list[Node]:
-        """Return those that have made the output, each once."""
-        nodes = dict.fromkeys([one.grad_fn for one in tensors_in(output)])
-        return [one for one in nodes if one is not None and self.has(one)]
+    # Whether it has a derivative: the gradients of transforms have levels as well.
+    derives = True
 
-    def behind(self, node: Node) -> list[Node]:
-        """Return one of them and those that its gradients reach, in an order that is the same in each run."""
-        order = [node]
-        found = {node}
-        for one in order:
-            for following, _ in one.next_functions:
-                if following is not None and following not in found and self.has(following):
-                    found.add(following)
-                    order.append(following)
-        return order
-
-
-def _edges(nodes: Iterable[Node]) -> list[GradientEdge]:
-    return [GradientEdge(*edge) for one in nodes for edge in one.next_functions if edge[0] is not None]
+    @property
+    @abstractmethod
+    def pack(self) -> Pack:
+        """The hook for what its running call saves."""
 
 
 class Arrivals:
@@ -118,7 +99,7 @@ class Arrivals:
 
     __slots__ = ("__weakref__", "_building", "_made", "_region")
 
-    def __init__(self, region: Region, made: Made, outputs: Iterable[Node]) -> None:
+    def __init__(self, region: Differentiable, made: Made, outputs: Iterable[Node]) -> None:
         self._region = ref(region)
         self._made = made
         self._building: ReferenceType[Derivative] | None = None
@@ -136,7 +117,13 @@ class Arrivals:
         if not torch.is_grad_enabled():
             return
         region, node = self._region(), current_node()
-        if region is None or node is None or len(region.calls) != 1 or region.is_running:
+        if (
+            region is None
+            or node is None
+            or len(region.calls) != 1
+            or region.is_running
+            or active_session() is not None
+        ):
             return
         building = self._now()
         if building is None:
@@ -171,20 +158,22 @@ class Derivative:
 
     __slots__ = (
         "__weakref__", "_body", "_call", "_edges", "_first", "_handles", "_has_sums", "_leaving", "_made", "_region",
-        "_taken", "_terms", "pack", "task",
+        "_taken", "_template", "_terms", "pack", "task",
     )  # fmt: skip
 
-    def __init__(self, region: Region, made: Made) -> None:
+    def __init__(self, region: Differentiable, made: Made) -> None:
         call = region.calls[0]
         self.task = current_graph_task()
         # No policy, since none has been asked for the backward.
         settings = replace(region.settings, policy=None, observer=None, cuts=())
-        self._region = type(region)(settings, f"the derivative of {region.name(0)}")
+        make = cast("Callable[[Settings, str], Differentiable]", type(region))
+        self._region = make(settings, f"the derivative of {region.name(0)}")
         self._region.held += region.held
         self._region.began = modes_now()
         self.pack = self._region.pack
         self._body = Differentiated(call.body, ambient_state())
-        self._call = call.again(self._body, ref(self._region))
+        self._template: dict[Place, object] = {}
+        self._call = call.again(self._body, self._template, ref(self._region))
         self._region.calls.append(self._call)
         self._made = made
         self._first = sequence_number()
@@ -200,9 +189,9 @@ class Derivative:
     def begin(self, number: int, node: Node, gradients: Gradients) -> None:
         """Take the gradients for an output's node, and watch the nodes that they reach."""
         nodes = self._made.behind(node)
-        self._body.followed[number] = [is_followed(edge.node) for edge in _edges(nodes)]
+        self._body.followed[number] = [is_followed(edge.node) for edge in edges_of(nodes)]
         self._take((number, 0), node._sequence_nr(), gradients)
-        watch = ref(self)
+        watch: ReferenceType[Derivative] = ref(self)
         for place, one in enumerate(nodes):
             key = one._sequence_nr()
             if key not in self._edges:
@@ -237,7 +226,7 @@ class Derivative:
     def _take(self, place: Place, key: int, gradients: Gradients) -> None:
         call, held = self._call, self._region.held
         tensors: list[Tensor] = [_NOTHING] * len(call.sources)  # its other arguments
-        call.template[0][0][place] = split(gradients, tensors, [])
+        self._template[place] = split(gradients, tensors, [])
         given = tensors[len(call.sources) :]
         call.sources += range(len(held), len(held) + len(given))
         held += map(self._region.held_tensor, given)
@@ -279,134 +268,3 @@ def _is_sum(gradient: Tensor | None, terms: list[Tensor]) -> bool:
 
 
 _NOTHING = torch.empty(0)
-
-
-class Differentiated:
-    """The body of a derivative: runs the forward of a region, and a backward through it.
-
-    Args:
-        body: The body of the region's call.
-        ambient: The state around the backward.
-
-    Attributes:
-        body: See above.
-        followed: By number of an output's node, which edges behind it the backward follows.
-    """
-
-    __slots__ = ("_ambient", "body", "followed")
-
-    def __init__(self, body: Body, ambient: AmbientState) -> None:
-        self.body = body
-        self.followed: dict[int, list[bool]] = {}
-        self._ambient = ambient
-
-    def __call__(
-        self, gradients: dict[Place, Gradients], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Tensor]:
-        """Return the gradients that leave the region.
-
-        Args:
-            gradients: Those that arrive.
-            args: The arguments of the region's call.
-            kwargs: See `args`.
-        """
-        return self.run(gradients, args, kwargs)[1]
-
-    def run(
-        self, gradients: dict[Place, Gradients], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[Made, list[Tensor]]:
-        """Return the nodes that the backward makes, and the gradients that leave the region."""
-        hooks = top_saved_tensor_hooks(True)
-        assert hooks is not None
-        again = _Again(*hooks)
-        # What the forward saves is there for the backward alone, whose saves are those that are waited for.
-        push_saved_tensor_hooks(Tensor.detach, again)
-        try:
-            with _arriving():
-                if isinstance(self.body, Differentiated):
-                    made, output = self.body.run(*args, **kwargs)  # pyright: ignore[reportArgumentType]: as it was called
-                else:
-                    made = Made(sequence_number())
-                    output = self.body(*args, **kwargs)
-                backward = self._backward(made, made.of(output), gradients)
-            again.is_on = True
-            with ExitStack() as stack:
-                if not self._ambient.are_here():
-                    self._ambient.restore(stack, ambient_state())
-                return Made(sequence_number()), backward()
-        finally:
-            pop_saved_tensor_hooks()
-
-    def _backward(
-        self, made: Made, outputs: list[Node], gradients: dict[Place, Gradients]
-    ) -> Callable[[], list[Tensor]]:
-        """Return a function that runs the backward, and returns the gradients that leave the region."""
-        nodes = {number: made.behind(outputs[number]) for number in self.followed}
-        edges: dict[GradientEdge, None] = {}
-        for number, followed in self.followed.items():
-            edges |= dict.fromkeys(compress(_edges(nodes[number]), followed))
-        ends = [one for one in edges if not any(edge in edges for edge in _edges([one.node]))]
-        roots: list[GradientEdge] = []
-        given: list[Tensor] = []
-        for (number, place), arrived in gradients.items():
-            node = nodes[number][place]
-            node.register_prehook(partial(_instead, arrived))
-            roots += [GradientEdge(node, at) for at, one in enumerate(arrived) if one is not None]
-            given += [one for one in arrived if one is not None]
-        leaving: list[Tensor] = []
-        for node in {node: None for each in nodes.values() for node in each}:
-            outside = [one is None or not made.has(one) for one, _ in node.next_functions]
-            if any(outside):
-                node.register_hook(partial(_leave, leaving, outside))
-
-        def run() -> list[Tensor]:
-            try:
-                if ends:
-                    torch.autograd.grad(roots, ends, given, create_graph=True, allow_unused=True)
-                return [*leaving]
-            finally:
-                leaving.clear()  # nodes whose graphs it keeps have hooks that keep it
-
-        return run
-
-
-@contextmanager
-def _arriving() -> Iterator[None]:
-    """Let what is made in the block wait for gradients when it has ended."""
-    now = thread.now
-    had, now.arriving = now.arriving, []
-    try:
-        yield
-        for wait in now.arriving:
-            wait()
-    finally:
-        now.arriving = had
-
-
-def _instead(arrived: Gradients, _: Gradients) -> Gradients:
-    return arrived
-
-
-def _leave(leaving: list[Tensor], outside: list[bool], gradients: Gradients, _: Gradients) -> None:
-    leaving += [one for one in compress(gradients, outside) if one is not None]
-
-
-class _Again:
-    """Unpacks what a forward in a derivative has saved; what the node then saves is that of the derivative.
-
-    Attributes:
-        is_on: Whether the forward has run, which may take a gradient of its own.
-    """
-
-    __slots__ = ("_pack", "_unpack", "is_on")
-
-    def __init__(self, pack: Pack, unpack: Unpack) -> None:
-        self._pack = pack
-        self._unpack = unpack
-        self.is_on = False
-
-    def __call__(self, saved: Tensor) -> Tensor:
-        # Without grad it is the input of a region inside that is asked for.
-        if self.is_on and torch.is_grad_enabled():
-            push_saved_tensor_hooks(self._pack, self._unpack)
-        return saved

@@ -5,6 +5,7 @@ See Rules 4, 7 and 8.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -98,11 +99,12 @@ class Waiting(Recomputable):
         stays_for: The backward whose recomputed tensors stay: see `let_go`.
     """
 
-    __slots__ = ("_asked", "owners", "slots", "stays_for")
+    __slots__ = ("_asked", "_lock", "owners", "slots", "stays_for")
 
     owners: dict[Key, int]
     stays_for: int | None
     _asked: dict[int, set[int]] | None  # by slot, the backward calls of a session that have asked for it
+    _lock: threading.RLock
 
     def was_asked(self, index: int) -> bool:
         """Return whether a backward call of a session has asked for a tensor."""
@@ -136,13 +138,17 @@ class Waiting(Recomputable):
         tasks.add(task)
         return len(tasks) >= session.passes
 
-    def let_stay(self) -> bool:
-        """Let the recomputed tensors stay if the running backward frees its graph; return whether all of them do."""
-        task = current_graph_task()
-        if task not in self.owners or retains_graph() or any(slot.task != task for slot in alive(self.slots)):
-            return False
-        self.stays_for = task
-        return True
+    def let_go(self) -> None:
+        """Release the inputs if the running backward frees its graph and the whole region has been recomputed.
+
+        The recomputed tensors then stay as long as their slots, as they would without the region: another backward
+        through other nodes asks for them.
+        """
+        with self._lock:
+            task = current_graph_task()
+            if task in self.owners and not retains_graph() and all(slot.task == task for slot in alive(self.slots)):
+                self.stays_for = task
+                self.held.clear()
 
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""

@@ -49,15 +49,16 @@ from torchremat._compat.autograd import (
     sequence_number,
 )
 from torchremat._compat.dynamo import outside_graphs
-from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
+from torchremat._compat.modes import count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, CallArguments
 from torchremat.regions.decisions import check_met
-from torchremat.regions.derivatives import Arrivals, Made
+from torchremat.regions.derivatives import Arrivals, Differentiable
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
-from torchremat.regions.hooks import Waiting, noted, told, unpack
+from torchremat.regions.differentiated import Made
+from torchremat.regions.hooks import noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.rules import first_filled
 from torchremat.regions.selective.forward import Choosing, served
@@ -82,15 +83,13 @@ Choose = Callable[[Call, list[Tensor]], Choosing]
 """Makes the watcher of a call's operators, given the tensors among its arguments."""
 
 
-class Region(Waiting):
+class Region(Differentiable):
     """Calls that are recomputed together, in the order in which they ran."""
 
-    __slots__ = ("__weakref__", "_lock", "around", "arrivals", "began", "settings")
+    __slots__ = ("__weakref__", "around")
 
     # How a recomputed tensor loses its graph: torch.func needs another function.
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
-
-    derives = True  # See NOTE [ The derivative of a region ]
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         # With `check="values"`; none in a recompute: the region that recomputes compares new tensors with earlier ones.
@@ -99,10 +98,9 @@ class Region(Waiting):
         self.settings = settings
         self.slots = []
         self.owners, self.stays_for, self._asked = {}, None, None
-        self.began: Began  # the modes in which the last call began
-        self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
-        self.arrivals: Arrivals | None = None
+        self.arrivals = None
         self._lock = _Lock()
+        self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
         if open_sessions and (session := active_session()) is not None and not thread.now.recomputing:
             session.created(self)
 
@@ -151,7 +149,7 @@ class Region(Waiting):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        first, inputs = sequence_number(), [one.grad_fn for one in tensors]
+        made = Made(sequence_number(), [one.grad_fn for one in tensors])
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -189,7 +187,6 @@ class Region(Waiting):
         if not last:
             self.made(output, number)
         elif self.derives and not number and self.slots:
-            made = Made(first, inputs)
             self.arrivals = Arrivals(self, made, made.of(output))
         return output
 
@@ -315,16 +312,6 @@ class Region(Waiting):
                 return False
             self._recompute_for(key, 0)
             return True
-
-    def let_go(self) -> None:
-        """Release the inputs if the running backward frees its graph and the whole region has been recomputed.
-
-        The recomputed tensors then stay as long as their slots, as they would without the region: another backward
-        through other nodes asks for them.
-        """
-        with self._lock:
-            if self.let_stay():
-                self.held.clear()
 
     def repeat(self) -> None:
         """Run the calls to their end once more, outside of any backward, and keep no tensor.

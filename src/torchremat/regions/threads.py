@@ -71,8 +71,8 @@ class Now:
     """
 
     __slots__ = (
-        "arriving", "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing", "scopes",
-        "selecting",
+        "arriving", "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing",
+        "scopes", "selecting",
     )  # fmt: skip
 
     def __init__(self, recomputing: int = 0, *, is_partial: bool = False) -> None:

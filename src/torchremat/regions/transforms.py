@@ -111,7 +111,7 @@ class _TransformedRegion(Region):
 
     __slots__ = ("_is_dual", "_lower", "_transforms")
 
-    derives = False  # the gradients of transforms have levels as well
+    derives = False
     serves = False  # kept outputs are the inner tensors of the wrappers that autograd saves at a level
 
     held_tensor = _HeldAtLevel

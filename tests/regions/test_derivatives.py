@@ -1,0 +1,318 @@
+"""The derivative of a region is a region: what the graph of a gradient saves is recomputed as well."""
+
+import gc
+import threading
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from regions.comparing import Counted, backward_at_once, equal, leaf, live_regions
+from regions.derivative_programs import OPERATIONS, Block, Program, agree
+from torchremat import Host, MutationError, checkpoint, checkpointed, measure, offload, wrap
+from torchremat.policies import save_matmuls
+
+LAYERS, WIDTH = 6, 32
+
+
+def four(x):
+    for _ in range(4):
+        x = (x * 1.1).tanh()
+    return x
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh().sin())
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual() for _ in range(LAYERS)))
+
+
+X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def energy_and_forces(model):
+    x = X.clone().requires_grad_()
+    energy = model(x).square().sum()
+    (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy * 1e-3 + forces.square().mean()
+
+
+def second_derivative(model):
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x)[:, 0].sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    return (first[:, 1] - second[:, 0]).square().mean()
+
+
+def gradients(model, step):
+    step(model).backward()
+    found = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("step", "share"), [(energy_and_forces, 0.52), (second_derivative, 0.48)])
+def test_the_graph_of_a_gradient_keeps_the_inputs_of_regions_alone(step, share):
+    model = net()
+    plain, plain_bytes = gradients(model, step), measure(model, step).peak_bytes
+    wrap(model, Residual)
+
+    assert equal(gradients(model, step), plain)
+    fixed = sum(one.nbytes for one in model.parameters())
+    assert measure(model, step).peak_bytes - fixed < share * (plain_bytes - fixed)
+
+
+def alive_after_the_gradient(run):
+    """Return how many tensors of four calls are alive when the graph of the gradient is there."""
+    alive = WeakSet()
+
+    def body(x):
+        for _ in range(4):
+            x = (x * x).sin()
+            alive.add(x.untyped_storage())
+        return x
+
+    x = torch.linspace(-1, 1, 8).requires_grad_()
+    y = run(body, run(body, x))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return len(alive), grad
+
+
+def test_what_a_region_recomputes_for_a_gradient_does_not_stay():
+    plain, grad = alive_after_the_gradient(lambda f, x: f(x))
+    ours, grad_of_ours = alive_after_the_gradient(checkpoint)
+
+    assert (plain, ours) == (8, 2)  # the outputs of the regions: of one the next one's input, of the other the test's
+    assert torch.equal(grad, grad_of_ours)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_each_order_is_recomputed_once_in_each_backward_that_asks(order):
+    body, x = Counted(four), leaf(8)
+
+    def run(f):
+        value = f(x).sum()
+        for _ in range(order):
+            (grad,) = torch.autograd.grad(value, x, create_graph=True)
+            value = grad.sum()
+        return torch.autograd.grad(value, x)
+
+    assert equal(run(checkpointed(body)), run(four))
+    # Each backward asks all graphs before it, and a region of each of them runs the forward again.
+    assert body.calls == {1: 4, 2: 8, 3: 14}[order]
+
+
+def test_a_plain_backward_recomputes_once_as_ever():
+    body, x = Counted(four), leaf(8)
+
+    checkpointed(body)(x).sum().backward()
+
+    assert body.calls == 2
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation(name):
+    for returns in (1, 2):
+        for wrt in ("input", "leaves", "weight", "middle"):
+            program = Program((Block(((name, 0), ("tanh", 0)), returns, False),), 2, wrt, *[False] * 7)
+            assert agree(program.run(checkpoint), program.run(lambda f, *args: f(*args)))
+
+
+WAYS = {
+    "checkpoint": checkpoint,
+    "values": lambda f, *args: checkpointed(f, check="values")(*args),
+    "late stop": lambda f, *args: checkpointed(f, early_stop=False)(*args),
+    "debug": lambda f, *args: checkpointed(f, debug=True)(*args),
+    "policy": lambda f, *args: checkpointed(f, policy=save_matmuls)(*args),
+    "unchecked": lambda f, *args: checkpointed(f, check="none")(*args),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("way", WAYS)
+def test_programs(way):
+    compared = 0
+    for seed in range(60):
+        program = Program.random(f"{way} {seed}")
+        try:
+            plain = program.run(lambda f, *args: f(*args))
+        except RuntimeError:
+            continue  # one that autograd refuses
+        assert agree(program.run(WAYS[way]), plain), program
+        compared += 1
+    assert compared > 30
+
+
+def test_a_tensor_that_other_code_has_kept_brings_its_gradient():
+    def run(region):
+        kept = []
+
+        def body(x):
+            h = x.sin()
+            kept.append(h)
+            return h.exp().tanh()
+
+        x = torch.linspace(-1, 1, 8).requires_grad_()
+        value = region(body, x).sum() + kept[0].pow(3).sum()
+        (grad,) = torch.autograd.grad(value, x, create_graph=True)
+        return [grad, *torch.autograd.grad(grad.square().sum(), x)]
+
+    assert equal(run(checkpoint), run(lambda f, x: f(x)))
+
+
+def test_a_backward_under_autocast_runs_again_under_autocast():
+    def run(region):
+        model = nn.Linear(8, 8)
+        nn.init.eye_(model.weight)
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        y = region(lambda x: model(x).tanh(), x)
+        with torch.autocast("cpu", torch.bfloat16):
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            value = (grad @ grad).sum()
+        return [grad, *torch.autograd.grad(value, [x, model.weight])]
+
+    torch.manual_seed(0)
+    plain = run(lambda f, x: f(x))
+    torch.manual_seed(0)
+    assert equal(run(checkpoint), plain)
+
+
+def test_a_gradient_that_was_written_since_is_named():
+    x = leaf(8)
+    y = checkpoint(four, x)
+    seed = torch.ones(8)
+    (grad,) = torch.autograd.grad(y, x, seed, create_graph=True)
+
+    seed.mul_(2)
+
+    with pytest.raises(MutationError, match="derivative of region"):
+        grad.sum().backward()
+
+
+def test_an_input_that_was_written_since_is_named():
+    x = leaf(8)
+    h = x * 1.0
+    (grad,) = torch.autograd.grad(checkpoint(four, h).sum(), x, create_graph=True)
+
+    h.detach().mul_(2)
+
+    with pytest.raises(MutationError, match="its input"):
+        grad.sum().backward()
+
+
+def test_a_backward_reads_again_what_it_has_read():
+    class Scaled(torch.autograd.Function):
+        factor = 1.0
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return (grad * Scaled.factor) * x.sin()
+
+    def run(region):
+        Scaled.factor = 1.0
+        x = torch.linspace(-1, 1, 8).requires_grad_()
+        (grad,) = torch.autograd.grad(region(lambda x: Scaled.apply(x.sin()).exp(), x).sum(), x, create_graph=True)
+        Scaled.factor = 2.0
+        return torch.autograd.grad(grad.sum(), x)
+
+    # Of its second run alone: what autograd calls itself is autograd's, and reads what is there.
+    (plain,), (ours,) = run(lambda f, x: f(x)), run(checkpoint)
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("ends", ["dropped", "backward", "raises", "outer raises"])
+def test_all_is_freed_without_the_cycle_collector(ends):
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("no")
+
+    def step():
+        x = leaf(8)
+        h = x * 1.0
+        if ends == "raises":
+            h = Raises.apply(h)
+        y = checkpoint(four, checkpoint(four, h))
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        if ends == "outer raises":
+            grad = Raises.apply(grad)
+        if ends != "dropped":
+            grad.sum().backward()
+
+    gc.collect()
+    before = len(live_regions())
+    gc.disable()
+    try:
+        for _ in range(3):
+            if "raises" in ends:
+                with pytest.raises(ValueError, match="no"):
+                    step()
+            else:
+                step()
+        torch.ones((), requires_grad=True).backward()  # frees the nodes that a failed backward has left
+        assert len(live_regions()) == before
+    finally:
+        gc.enable()
+
+
+def test_two_threads_differentiate_gradients_of_their_own():
+    weight = leaf(8)
+
+    def value():
+        x = torch.linspace(-1, 1, 8).requires_grad_()
+        (grad,) = torch.autograd.grad(checkpoint(lambda x: four(x * weight), x).sum(), x, create_graph=True)
+        return grad.sum()
+
+    values: list = []
+    threads = [threading.Thread(target=lambda: values.append(value())) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    backward_at_once(values)
+    ours, weight.grad = weight.grad, None
+    value().backward()
+
+    assert torch.equal(ours, 2 * weight.grad)
+
+
+def test_a_store_takes_what_derivatives_keep():
+    model = net()
+    plain = gradients(model, energy_and_forces)
+    wrap(model, Residual)
+
+    with offload(Host()) as store:
+        ours = gradients(model, energy_and_forces)
+
+    assert equal(ours, plain)
+    print(store)
+
+
+def test_the_drop_in_and_torchs_own_give_the_same():
+    x = leaf(8)
+
+    def run(region):
+        (grad,) = torch.autograd.grad(region(four, x).sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)
+
+    assert equal(run(checkpoint), run(lambda f, x: torch_checkpoint(f, x, use_reentrant=False)))
