@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path += map(str, Path(__file__).resolve().parents[:2])
 
 import _paths  # noqa: F401
 import torch
 from _steps import computed, differing, ratio, seconds_in_turn, take
 from _tables import bar, markdown, mib, publish, yes
-from subjects import SUBJECTS, Subject
+from differentiating import SUBJECTS, Subject
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -236,9 +236,7 @@ class Derivative:
         """End the first run."""
         for one in self._handles:
             one.remove()
-        self._call.slots = len(self._region.slots)
-        if self._region.fingerprints is not None:
-            self._region.fingerprints.settle()
+        self._region.has_run(self._call)
         if self._region.slots and not self._has_sums:
             made = Made(self._first)
             self._region.arrivals = Arrivals(self._region, made, filter(made.has, self._leaving))

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, current_node, python_node, retains_graph
 from torchremat._compat.dynamo import outside_graphs
+from torchremat.regions.calls import Call
 from torchremat.regions.sessions import Session, active_session
 from torchremat.regions.slots import Key, Recomputable, Slot, alive, written_in_region
 from torchremat.regions.threads import thread
@@ -105,6 +106,12 @@ class Waiting(Recomputable):
     stays_for: int | None
     _asked: dict[int, set[int]] | None  # by slot, the backward calls of a session that have asked for it
     _lock: threading.RLock
+
+    def has_run(self, call: Call) -> None:
+        """Note what a call has saved, which has run for the first time."""
+        call.slots = len(self.slots)
+        if self.fingerprints is not None:
+            self.fingerprints.settle()
 
     def was_asked(self, index: int) -> bool:
         """Return whether a backward call of a session has asked for a tensor."""

@@ -128,11 +128,11 @@ class Region(Differentiable):
             given: The arguments taken apart, if the caller has done it.
             choose: Watches its operators for a policy; found by the settings if not given.
         """
-        if choose is None and (self.settings.policy is not None or thread.now.selecting is not None):
-            with SeenBy(None) as around:
-                choose = partial(Choosing, self, self.settings, around)
-                return Region.call(self, body, args, kwargs, roots, last=last, given=given, choose=choose)
         settings = self.settings
+        if choose is None and (settings.policy is not None or thread.now.selecting is not None):
+            with SeenBy(None) as around:
+                choose = partial(Choosing, self, settings, around)
+                return Region.call(self, body, args, kwargs, roots, last=last, given=given, choose=choose)
         number, first_slot, first_held = len(self.calls), len(self.slots), len(self.held)
         if given is None:
             found, objects = [], []  # `list[Tensor]()` takes twenty times as long
@@ -154,9 +154,9 @@ class Region(Differentiable):
         self.calls.append(call)
         now = thread.now
         self.around = now.calls[-1].region if now.calls else None
-        shared = now.share()
+        shared, inner = now.share(), now.inner
+        now.inner = None  # outputs kept by an outer region are not for inner ones
         now.calls.append(call)
-        inner, now.inner = now.inner, None  # outputs kept by an outer region are not for inner ones
         try:
             self.began = modes_now()
             push_saved_tensor_hooks(pack, back)  # See Rule 1
@@ -166,17 +166,14 @@ class Region(Differentiable):
                 pop_saved_tensor_hooks()
             if observer is not None:
                 observer.settles(self)
-            if self.fingerprints is not None:
-                self.fingerprints.settle()
             call.settle()
-            call.slots = len(self.slots)
+            self.has_run(call)
             if choosing is not None:
                 choosing.settle()
             if observer is not None:
                 observer.ended(self, number, output)
         except BaseException as error:
-            # The saved tensors are dropped with the partial graph; the next call, if any, takes this one's place.
-            self.cut(number, first_slot)
+            self.cut(number, first_slot)  # the partial graph is dropped; the next call, if any, takes this one's place
             check_transform_inside(error)
             raise
         finally:
