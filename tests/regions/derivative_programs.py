@@ -218,8 +218,12 @@ class Program:
 
 
 def agree(ours, plain):
-    """Whether two results are equal bit for bit."""
+    """Whether two results are equal bit for bit; on a device up to rounding, as two plain runs may be."""
     return len(ours) == len(plain) and all(
-        a is b if a is None or b is None else torch.equal(a.nan_to_num(), b.nan_to_num())
+        a is b if a is None or b is None else _equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(ours, plain, strict=True)
     )
+
+
+def _equal(a, b):
+    return torch.equal(a, b) if a.is_cpu else torch.allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -19,11 +19,15 @@ gradients have the same order, and all bits are the same.
     the same in the recompute      pushes the hooks of the recompute
 
 A gradient arrives elsewhere than at an output if other code uses a tensor that the region has kept, or if the backward
-goes through the graph of another gradient: an input of the derivative like all others. The engine runs the nodes that
-one thread has made in the opposite order, so a forward and a recompute save in the same order.
+goes through the graph of another gradient: an input of the derivative like all others.
+
+The engine runs the nodes that one thread has made in the opposite order, whatever else it runs between them, so a
+forward and a recompute save in the same order. Where other threads have made nodes, a node may come late: it saves by
+itself, as do those after it.
 
 The derivative itself is a region whose outputs are the gradients that leave it, so it has a derivative as well. It has
-none if a gradient has arrived where other nodes of the region contribute: the recompute has the sum alone.
+none if a gradient has arrived where other nodes of the region contribute, since the recompute has the sum alone, nor if
+another thread than that of the forward has run the backward, as that of a device does.
 
 Missing on purpose: regions of several calls, sessions, transforms, and a gradient taken inside of the region's own
 forward, which its recompute takes again.
@@ -31,10 +35,12 @@ forward, which its recompute takes again.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
@@ -53,7 +59,7 @@ from torchremat._compat.autograd import (
 )
 from torchremat._compat.modes import Began, modes_now
 from torchremat.ambient.global_state import ambient_state
-from torchremat.regions.differentiated import Differentiated, Gradients, Made, Place, edges_of
+from torchremat.regions.differentiated import Behind, Differentiated, Gradients, Made, Place, nodes_behind
 from torchremat.regions.hooks import Waiting, unpack
 from torchremat.regions.sessions import active_session
 from torchremat.regions.settings import Settings
@@ -94,12 +100,12 @@ class Arrivals:
     Args:
         region: The region.
         made: The nodes that its call has made.
-        outputs: Those that have made its outputs.
+        outputs: Those that have made its outputs, by number of the output.
     """
 
     __slots__ = ("__weakref__", "_building", "_made", "_region")
 
-    def __init__(self, region: Differentiable, made: Made, outputs: Iterable[Node]) -> None:
+    def __init__(self, region: Differentiable, made: Made, outputs: dict[int, Node]) -> None:
         self._region = ref(region)
         self._made = made
         self._building: ReferenceType[Derivative] | None = None
@@ -109,8 +115,8 @@ class Arrivals:
         else:
             waiting.append(partial(self._wait, outputs))
 
-    def _wait(self, outputs: Iterable[Node]) -> None:
-        for number, node in enumerate(outputs):
+    def _wait(self, outputs: dict[int, Node]) -> None:
+        for number, node in outputs.items():
             node.register_prehook(partial(self._arrive, number))
 
     def _arrive(self, number: int, gradients: Gradients) -> None:
@@ -136,7 +142,7 @@ class Arrivals:
     def asked(self) -> None:
         """Let the derivative pack what the running node saves, now that it has asked the region for a tensor."""
         building, node = self._now(), current_node()
-        if building is not None and node is not None and building.watches(node):
+        if building is not None and node is not None and building.saves(node):
             push_saved_tensor_hooks(building.pack, unpack)
 
     def _now(self) -> Derivative | None:
@@ -157,8 +163,8 @@ class Derivative:
     """
 
     __slots__ = (
-        "__weakref__", "_body", "_call", "_edges", "_first", "_handles", "_has_sums", "_leaving", "_made", "_region",
-        "_taken", "_template", "_terms", "pack", "task",
+        "__weakref__", "_body", "_call", "_edges", "_handles", "_has_sums", "_leaving", "_lowest", "_made", "_own",
+        "_places", "_region", "_taken", "_template", "_terms", "pack", "task",
     )  # fmt: skip
 
     def __init__(self, region: Differentiable, made: Made) -> None:
@@ -176,52 +182,71 @@ class Derivative:
         self._call = call.again(self._body, self._template, ref(self._region))
         self._region.calls.append(self._call)
         self._made = made
-        self._first = sequence_number()
-        # By number of a node: where its gradients go in the region, None for those that leave it.
+        self._own = Made(sequence_number(), (), get_ident())
+        # By number of a node: where it is found, and where its gradients go, None for those that leave the region.
+        self._places: dict[int, Place] = {}
         self._edges: dict[int, list[tuple[int, int] | None]] = {}
+        self._lowest: float = math.inf  # the number of the last node that saves
         self._taken: set[int] = set()
         # What the nodes that have run have returned, by number and place of the node that it is for.
         self._terms: dict[tuple[int, int], list[Tensor]] = {}
-        self._leaving: dict[Node, None] = {}
+        self._leaving: list[Node | None] = []
         self._has_sums = False
         self._handles: list[RemovableHandle] = []
 
     def begin(self, number: int, node: Node, gradients: Gradients) -> None:
         """Take the gradients for an output's node, and watch the nodes that they reach."""
-        nodes = self._made.behind(node)
-        self._body.followed[number] = [is_followed(edge.node) for edge in edges_of(nodes)]
+        made, behind = self._made, Behind([], [])
+
+        def look(_: int, one: Node) -> list[bool]:
+            following = [following for following, _ in one.next_functions]
+            behind.inside.append([*map(made.has, following)])
+            behind.followed.append([following is not None and is_followed(following) for following in following])
+            return behind.inside[-1]
+
+        nodes = nodes_behind(node, look)
+        self._body.behind[number] = behind
         self._take((number, 0), node._sequence_nr(), gradients)
         watch: ReferenceType[Derivative] = ref(self)
         for place, one in enumerate(nodes):
             key = one._sequence_nr()
-            if key not in self._edges:
+            if key not in self._places:
+                self._places[key] = number, place
                 self._edges[key] = [
-                    (following._sequence_nr(), at) if following is not None and self._made.has(following) else None
-                    for following, at in one.next_functions
+                    (following._sequence_nr(), at) if is_inside and following is not None else None
+                    for (following, at), is_inside in zip(one.next_functions, behind.inside[place], strict=True)
                 ]
-                self._handles.append(one.register_prehook(partial(_begins, watch, key, (number, place))))
+                self._handles.append(one.register_prehook(partial(_begins, watch, key)))
                 self._handles.append(one.register_hook(partial(_ends, watch, key)))
 
-    def watches(self, node: Node) -> bool:
-        """Return whether a node is behind one of the outputs whose gradients have arrived."""
-        return node._sequence_nr() in self._edges
+    def saves(self, node: Node) -> bool:
+        """Return whether what a node saves is packed: one behind an output, and in the order of the recompute."""
+        key = node._sequence_nr()
+        if key not in self._places:
+            return False
+        if key > self._lowest:
+            self._lowest = -1  # See NOTE [ The derivative of a region ]
+            return False
+        self._lowest = key
+        self._body.saving.add(self._places[key])
+        return True
 
-    def begins(self, key: int, place: Place, gradients: Gradients) -> None:
+    def begins(self, key: int, gradients: Gradients) -> None:
         """Take the gradients for a node, unless they are what other nodes of the region have returned."""
         terms = [self._terms.pop((key, at), []) for at in range(len(gradients))]
         if key in self._taken:
             self._has_sums |= any(terms)
         elif not all(map(_is_sum, gradients, terms)):
             self._has_sums |= any(terms)
-            self._take(place, key, gradients)
+            self._take(self._places[key], key, gradients)
 
     def ends(self, key: int, gradients: Gradients) -> None:
         """Note what a node returns."""
         for to, one in zip(self._edges[key], gradients, strict=False):
             if one is not None and to is not None:
                 self._terms.setdefault(to, []).append(one)
-            elif one is not None and one.grad_fn is not None:
-                self._leaving[one.grad_fn] = None
+            elif one is not None:
+                self._leaving.append(one.grad_fn)
 
     def _take(self, place: Place, key: int, gradients: Gradients) -> None:
         call, held = self._call, self._region.held
@@ -237,14 +262,15 @@ class Derivative:
         for one in self._handles:
             one.remove()
         self._region.has_run(self._call)
-        if self._region.slots and not self._has_sums:
-            made = Made(self._first)
-            self._region.arrivals = Arrivals(self._region, made, filter(made.has, self._leaving))
+        # Numbers of another thread's nodes say nothing of where these are, nor in which order they run.
+        is_ordered = self._lowest >= 0 and self._made.thread == self._own.thread
+        if self._region.slots and is_ordered and not self._has_sums:
+            self._region.arrivals = Arrivals(self._region, self._own, self._own.of(self._leaving))
 
 
-def _begins(watch: ReferenceType[Derivative], key: int, place: Place, gradients: Gradients) -> None:
+def _begins(watch: ReferenceType[Derivative], key: int, gradients: Gradients) -> None:
     if (building := watch()) is not None and building.task == current_graph_task():
-        building.begins(key, place, gradients)
+        building.begins(key, gradients)
 
 
 def _ends(watch: ReferenceType[Derivative], key: int, gradients: Gradients, _: Gradients) -> None:

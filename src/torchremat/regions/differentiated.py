@@ -5,7 +5,7 @@ See NOTE [ The derivative of a region ].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import compress
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchremat._compat.autograd import (
+    current_node,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    sequence_number,
     top_saved_tensor_hooks,
 )
 from torchremat.ambient.global_state import AmbientState, ambient_state
@@ -32,48 +32,69 @@ if TYPE_CHECKING:
 Gradients = tuple[Tensor | None, ...]
 
 Place = tuple[int, int]
-"""Where a gradient arrives: the number of an output's node, and the place of a node among those behind it."""
+"""A node: the number of the output from which it is found, and its place among the nodes behind that one."""
 
 
 class Made(NamedTuple):
-    """The nodes that a region has made.
+    """The nodes that a region has made in its first run, by what lies before them.
 
     Attributes:
         first: The number of the first node that it can have made.
         inputs: The nodes that made its inputs.
+        thread: The thread that has made them: each numbers its own.
     """
 
     first: int
-    inputs: Sequence[Node | None] = ()
+    inputs: Sequence[Node | None]
+    thread: int
 
-    def has(self, node: Node) -> bool:
+    def has(self, node: Node | None) -> bool:
         """Return whether a node is one of them."""
-        return node._sequence_nr() >= self.first and not hasattr(node, "variable") and node not in self.inputs
+        if node is None or node._sequence_nr() < self.first:
+            return False
+        return not hasattr(node, "variable") and node not in self.inputs
 
-    def of(self, output: object) -> list[Node]:
-        """Return those that have made the output, each once."""
-        if type(output) is Tensor:  # as most outputs are
-            node = output.grad_fn
-            return [node] if node is not None and self.has(node) else []
-        nodes = dict.fromkeys([one.grad_fn for one in tensors_in(output)])
-        return [one for one in nodes if one is not None and self.has(one)]
-
-    def behind(self, node: Node) -> list[Node]:
-        """Return one of them and those that its gradients reach, in an order that is the same in each run."""
-        order = [node]
-        found = {node}
-        for one in order:
-            for following, _ in one.next_functions:
-                if following is not None and following not in found and self.has(following):
-                    found.add(following)
-                    order.append(following)
-        return order
+    def of(self, outputs: Sequence[Node | None]) -> dict[int, Node]:
+        """Return those that have made outputs, each with the number of the first output of it."""
+        found: dict[Node, int] = {}
+        for number, node in enumerate(outputs):
+            if node is not None and self.has(node):
+                found.setdefault(node, number)
+        return {number: node for node, number in found.items()}
 
 
-def edges_of(nodes: Iterable[Node]) -> list[GradientEdge]:
-    """Return the edges of nodes, in their order."""
-    edges = (edge for one in nodes for edge in one.next_functions)
-    return [GradientEdge(node, number) for node, number in edges if node is not None]
+def nodes_of(output: object) -> list[Node | None]:
+    """Return the nodes of the tensors in an output."""
+    return [one.grad_fn for one in ((output,) if type(output) is Tensor else tensors_in(output))]
+
+
+class Behind(NamedTuple):
+    """What gradients pass in a region from one of its nodes on, as a backward finds it.
+
+    Attributes:
+        inside: For each node that is found, whether its edges lead to nodes of the region.
+        followed: The same, whether the backward follows them.
+    """
+
+    inside: list[list[bool]]
+    followed: list[list[bool]]
+
+
+def nodes_behind(node: Node, inside: Callable[[int, Node], Sequence[bool]]) -> list[Node]:
+    """Return a node of a region and those that its gradients reach there, in an order that is the same in each run.
+
+    Args:
+        node: The node.
+        inside: Returns whether the edges of a node lead to nodes of the region, from its place and the node.
+    """
+    order = [node]
+    found = {node}
+    for place, one in enumerate(order):
+        for (following, _), is_inside in zip(one.next_functions, inside(place, one), strict=True):
+            if is_inside and following is not None and following not in found:
+                found.add(following)
+                order.append(following)
+    return order
 
 
 class Differentiated:
@@ -85,14 +106,16 @@ class Differentiated:
 
     Attributes:
         body: See above.
-        followed: By number of an output's node, which edges behind it the backward follows.
+        behind: What gradients pass, by number of an output.
+        saving: The nodes that save for the derivative.
     """
 
-    __slots__ = ("_ambient", "body", "followed")
+    __slots__ = ("_ambient", "behind", "body", "saving")
 
     def __init__(self, body: Body, ambient: AmbientState) -> None:
         self.body = body
-        self.followed: dict[int, list[bool]] = {}
+        self.behind: dict[int, Behind] = {}
+        self.saving: set[Place] = set()
         self._ambient = ambient
 
     def __call__(
@@ -101,16 +124,10 @@ class Differentiated:
         """Return the gradients that leave the region.
 
         Args:
-            gradients: Those that arrive.
+            gradients: Those that arrive, by the node that they are for.
             args: The arguments of the region's call.
             kwargs: See `args`.
         """
-        return self.run(gradients, args, kwargs)[1]
-
-    def run(
-        self, gradients: dict[Place, Gradients], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[Made, list[Tensor]]:
-        """Return the nodes that the backward makes, and the gradients that leave the region."""
         hooks = top_saved_tensor_hooks(True)
         assert hooks is not None
         again = _ForDerivative(*hooks)
@@ -118,49 +135,50 @@ class Differentiated:
         push_saved_tensor_hooks(Tensor.detach, again)
         try:
             with _arriving():
-                if isinstance(self.body, Differentiated):
-                    made, output = self.body.run(*args, **kwargs)  # pyright: ignore[reportArgumentType]: as it was called
-                else:
-                    made = Made(sequence_number())
-                    output = self.body(*args, **kwargs)
-                backward = self._backward(made, made.of(output), gradients)
-            again.is_on = True
+                outputs = tensors_in(self.body(*args, **kwargs))
+                backward = self._backward(outputs, gradients, again.saving)
             with ExitStack() as stack:
                 if not self._ambient.are_here():
                     self._ambient.restore(stack, ambient_state())
-                return Made(sequence_number()), backward()
+                return backward()
         finally:
             pop_saved_tensor_hooks()
 
     def _backward(
-        self, made: Made, outputs: list[Node], gradients: dict[Place, Gradients]
+        self, outputs: list[Tensor], gradients: dict[Place, Gradients], saving: set[Node]
     ) -> Callable[[], list[Tensor]]:
         """Return a function that runs the backward, and returns the gradients that leave the region."""
-        nodes = {number: made.behind(outputs[number]) for number in self.followed}
-        edges: dict[GradientEdge, None] = {}
-        for number, followed in self.followed.items():
-            edges |= dict.fromkeys(compress(edges_of(nodes[number]), followed))
-        ends = [one for one in edges if not any(edge in edges for edge in edges_of([one.node]))]
+        nodes: dict[Place, Node] = {}
+        passes: dict[Node, tuple[list[bool], list[bool]]] = {}
+        for number, behind in self.behind.items():
+            node = outputs[number].grad_fn
+            assert node is not None
+            for place, one in enumerate(nodes_behind(node, lambda place, _, rows=behind.inside: rows[place])):
+                nodes[number, place] = one
+                passes.setdefault(one, (behind.inside[place], behind.followed[place]))
+        saving |= {nodes[place] for place in self.saving}
+        goes_on = {node for node, (_, followed) in passes.items() if any(followed)}
+        edges = (edge for node in goes_on for edge in compress(node.next_functions, passes[node][1]))
+        ends = {GradientEdge(node, at): None for node, at in edges if node is not None and node not in goes_on}
         roots: list[GradientEdge] = []
         given: list[Tensor] = []
-        for (number, place), arrived in gradients.items():
-            node = nodes[number][place]
-            node.register_prehook(partial(_instead, arrived))
-            roots += [GradientEdge(node, at) for at, one in enumerate(arrived) if one is not None]
+        for place, arrived in gradients.items():
+            nodes[place].register_prehook(partial(_instead, arrived))
+            roots += [GradientEdge(nodes[place], at) for at, one in enumerate(arrived) if one is not None]
             given += [one for one in arrived if one is not None]
         leaving: list[Tensor] = []
-        for node in {node: None for each in nodes.values() for node in each}:
-            outside = [one is None or not made.has(one) for one, _ in node.next_functions]
-            if any(outside):
-                node.register_hook(partial(_leave, leaving, outside))
+        for node, (inside, _) in passes.items():
+            if not all(inside):
+                node.register_hook(partial(_leave, leaving, inside))
 
         def run() -> list[Tensor]:
             try:
                 if ends:
-                    torch.autograd.grad(roots, ends, given, create_graph=True, allow_unused=True)
+                    torch.autograd.grad(roots, [*ends], given, create_graph=True, allow_unused=True)
                 return [*leaving]
             finally:
                 leaving.clear()  # nodes whose graphs it keeps have hooks that keep it
+                saving.clear()
 
         return run
 
@@ -182,26 +200,26 @@ def _instead(arrived: Gradients, _: Gradients) -> Gradients:
     return arrived
 
 
-def _leave(leaving: list[Tensor], outside: list[bool], gradients: Gradients, _: Gradients) -> None:
-    leaving += [one for one in compress(gradients, outside) if one is not None]
+def _leave(leaving: list[Tensor], inside: list[bool], gradients: Gradients, _: Gradients) -> None:
+    leaving += [one for one, is_inside in zip(gradients, inside, strict=False) if not is_inside and one is not None]
 
 
 class _ForDerivative:
     """Unpacks what a forward in a derivative has saved; what the node then saves is that of the derivative.
 
     Attributes:
-        is_on: Whether the forward has run, which may take a gradient of its own.
+        saving: The nodes of which this is so; none, while the forward runs, which may take a gradient of its own.
     """
 
-    __slots__ = ("_pack", "_unpack", "is_on")
+    __slots__ = ("_pack", "_unpack", "saving")
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self._pack = pack
         self._unpack = unpack
-        self.is_on = False
+        self.saving: set[Node] = set()
 
     def __call__(self, saved: Tensor) -> Tensor:
         # Without grad it is the input of a region inside that is asked for.
-        if self.is_on and torch.is_grad_enabled():
+        if self.saving and torch.is_grad_enabled() and current_node() in self.saving:
             push_saved_tensor_hooks(self._pack, self._unpack)
         return saved

@@ -57,7 +57,7 @@ from torchremat.regions.decisions import check_met
 from torchremat.regions.derivatives import Arrivals, Differentiable
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
-from torchremat.regions.differentiated import Made
+from torchremat.regions.differentiated import Made, nodes_of
 from torchremat.regions.hooks import noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.rules import first_filled
@@ -149,7 +149,7 @@ class Region(Differentiable):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        made = Made(sequence_number(), [one.grad_fn for one in tensors])
+        made = Made(sequence_number(), [one.grad_fn for one in tensors], threading.get_ident())
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -184,7 +184,7 @@ class Region(Differentiable):
         if not last:
             self.made(output, number)
         elif self.derives and not number and self.slots:
-            self.arrivals = Arrivals(self, made, made.of(output))
+            self.arrivals = Arrivals(self, made, made.of(nodes_of(output)))
         return output
 
     def cut(self, calls: int, saves: int) -> None:
