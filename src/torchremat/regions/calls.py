@@ -130,10 +130,10 @@ class Call:
         self.cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self.frozen_values: dict[object, list[Frozen]] | None = None
 
-    def again(self, body: Body, more: object, region: ReferenceType[object]) -> Call:
-        """Return a call in the same state, whose body is given more before the arguments and keyword arguments."""
-        args, kwargs = cast("tuple[object, object]", self.template)
-        made = Call(body, ((more, args, kwargs), {}), [*self.sources], region)
+    def again(self, body: Body, region: ReferenceType[object], **more: object) -> Call:
+        """Return a call of another body in the same state, with more keyword arguments."""
+        args, kwargs = cast("tuple[object, dict[str, object]]", self.template)
+        made = Call(body, (args, {**kwargs, **more}), [*self.sources], region)
         for name in _STATE:
             setattr(made, name, getattr(self, name))
         return made

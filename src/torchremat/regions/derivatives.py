@@ -40,7 +40,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
@@ -55,7 +54,6 @@ from torchremat._compat.autograd import (
     current_node,
     is_followed,
     push_saved_tensor_hooks,
-    sequence_number,
 )
 from torchremat._compat.modes import Began, modes_now
 from torchremat.ambient.global_state import ambient_state
@@ -179,10 +177,10 @@ class Derivative:
         self.pack = self._region.pack
         self._body = Differentiated(call.body, ambient_state())
         self._template: dict[Place, object] = {}
-        self._call = call.again(self._body, self._template, ref(self._region))
+        self._call = call.again(self._body, ref(self._region), **{self._body.name: self._template})
         self._region.calls.append(self._call)
         self._made = made
-        self._own = Made(sequence_number(), (), get_ident())
+        self._own = Made.from_now_on()
         # By number of a node: where it is found, and where its gradients go, None for those that leave the region.
         self._places: dict[int, Place] = {}
         self._edges: dict[int, list[tuple[int, int] | None]] = {}

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from threading import get_ident
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torchremat._compat.autograd import (
     current_node,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    sequence_number,
     top_saved_tensor_hooks,
 )
 from torchremat.ambient.global_state import AmbientState, ambient_state
@@ -40,19 +42,31 @@ class Made(NamedTuple):
 
     Attributes:
         first: The number of the first node that it can have made.
-        inputs: The nodes that made its inputs.
-        thread: The thread that has made them: each numbers its own.
+        inputs: The numbers of nodes that made its inputs, of those that another thread has made: each numbers its own.
+        thread: The thread that has made them.
     """
 
     first: int
-    inputs: Sequence[Node | None]
+    inputs: Sequence[int]
     thread: int
+
+    @staticmethod
+    def from_now_on(inputs: Sequence[Tensor] = ()) -> Made:
+        """Return those that are made in this thread from now on.
+
+        Args:
+            inputs: The inputs of the region.
+        """
+        first = sequence_number()
+        nodes = [one.grad_fn for one in inputs]
+        later = [number for one in nodes if one is not None and (number := one._sequence_nr()) >= first]
+        return Made(first, later, get_ident())
 
     def has(self, node: Node | None) -> bool:
         """Return whether a node is one of them."""
-        if node is None or node._sequence_nr() < self.first:
+        if node is None or (number := node._sequence_nr()) < self.first:
             return False
-        return not hasattr(node, "variable") and node not in self.inputs
+        return not hasattr(node, "variable") and number not in self.inputs
 
     def of(self, outputs: Sequence[Node | None]) -> dict[int, Node]:
         """Return those that have made outputs, each with the number of the first output of it."""
@@ -106,28 +120,28 @@ class Differentiated:
 
     Attributes:
         body: See above.
+        name: The name of the gradients among its keyword arguments, which no other argument has.
         behind: What gradients pass, by number of an output.
         saving: The nodes that save for the derivative.
     """
 
-    __slots__ = ("_ambient", "behind", "body", "saving")
+    __slots__ = ("_ambient", "behind", "body", "name", "saving")
 
     def __init__(self, body: Body, ambient: AmbientState) -> None:
         self.body = body
+        self.name = f"gradients of {body.name}" if isinstance(body, Differentiated) else "gradients of the outputs"
         self.behind: dict[int, Behind] = {}
         self.saving: set[Place] = set()
         self._ambient = ambient
 
-    def __call__(
-        self, gradients: dict[Place, Gradients], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> list[Tensor]:
+    def __call__(self, *args: object, **kwargs: object) -> list[Tensor]:
         """Return the gradients that leave the region.
 
         Args:
-            gradients: Those that arrive, by the node that they are for.
             args: The arguments of the region's call.
-            kwargs: See `args`.
+            kwargs: Its keyword arguments, and as `name` the gradients that arrive, by the node that they are for.
         """
+        gradients = cast("dict[Place, Gradients]", kwargs.pop(self.name))
         hooks = top_saved_tensor_hooks(True)
         assert hooks is not None
         again = _ForDerivative(*hooks)

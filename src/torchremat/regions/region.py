@@ -46,7 +46,6 @@ from torchremat._compat.autograd import (
     current_graph_task,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    sequence_number,
 )
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
@@ -149,7 +148,7 @@ class Region(Differentiable):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        made = Made(sequence_number(), [one.grad_fn for one in tensors], threading.get_ident())
+        made = Made.from_now_on(tensors)
         del tensors, given
         self.calls.append(call)
         now = thread.now
