@@ -29,8 +29,8 @@ The derivative itself is a region whose outputs are the gradients that leave it,
 none if a gradient has arrived where other nodes of the region contribute, since the recompute has the sum alone, nor if
 another thread than that of the forward has run the backward, as that of a device does.
 
-Missing on purpose: regions of several calls, sessions, transforms, and a gradient taken inside of the region's own
-forward, which its recompute takes again.
+Missing on purpose: regions of several calls, sessions, transforms, gradients in batches, and a gradient taken inside of
+the region's own forward, which its recompute takes again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from torchremat._compat.autograd import (
     push_saved_tensor_hooks,
 )
 from torchremat._compat.modes import Began, modes_now
+from torchremat._compat.transforms import is_in_batch, is_transformed
 from torchremat.ambient.global_state import ambient_state
 from torchremat.regions.differentiated import Behind, Differentiated, Gradients, Made, Place, nodes_behind
 from torchremat.regions.hooks import Waiting, unpack
@@ -118,16 +119,10 @@ class Arrivals:
             node.register_prehook(partial(self._arrive, number))
 
     def _arrive(self, number: int, gradients: Gradients) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_in_batch() or is_transformed() or active_session() is not None:
             return
         region, node = self._region(), current_node()
-        if (
-            region is None
-            or node is None
-            or len(region.calls) != 1
-            or region.is_running
-            or active_session() is not None
-        ):
+        if region is None or node is None or len(region.calls) != 1 or region.is_running:
             return
         building = self._now()
         if building is None:
