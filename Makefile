@@ -16,7 +16,7 @@ gallery: .venv/.stamp-demo
 
 test: lint .venv/.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not quietly: warnings would not count
 
 # What needs a CUDA device: the facts of it are noted, and then the tests that are marked so have to pass.
 gpu: .venv/.stamp
