@@ -65,14 +65,14 @@ def gradients(model, step):
 @pytest.mark.parametrize(("step", "share"), [(energy_and_forces, 0.52), (second_derivative, 0.48)])
 def test_the_graph_of_a_gradient_keeps_the_inputs_of_regions_alone(step, share):
     # A thread of a device numbers the nodes that it makes by itself: see docs/limits.md.
-    torch.set_default_device("cpu")
-    model = net()
-    plain, plain_bytes = gradients(model, step), measure(model, step).peak_bytes
-    wrap(model, Residual)
+    with torch.device("cpu"):
+        model = net()
+        plain, plain_bytes = gradients(model, step), measure(model, step).peak_bytes
+        wrap(model, Residual)
 
-    assert equal(gradients(model, step), plain)
-    fixed = sum(one.nbytes for one in model.parameters())
-    assert measure(model, step).peak_bytes - fixed < share * (plain_bytes - fixed)
+        assert equal(gradients(model, step), plain)
+        fixed = sum(one.nbytes for one in model.parameters())
+        assert measure(model, step).peak_bytes - fixed < share * (plain_bytes - fixed)
 
 
 def alive_after_the_gradient(run):
