@@ -362,17 +362,6 @@ def batched_twice(f, x, _):
     return [rows, *torch.autograd.grad(rows.square().sum(), x)]
 
 
-def rows_in_vmap(f, x, _):
-    y = f(x)
-    return [torch.func.vmap(lambda row: torch.autograd.grad(y, x, row)[0])(torch.eye(4))]
-
-
-def graph_in_vmap(f, x, _):
-    y = f(x)
-    rows = torch.func.vmap(lambda row: torch.autograd.grad(y, x, row, create_graph=True)[0])(torch.eye(4))
-    return [rows.detach(), *torch.autograd.grad(rows.square().sum(), x)]
-
-
 def graph_with_tangents(f, x, tangent):
     y = f(x)
     with forward_ad.dual_level():
@@ -405,8 +394,6 @@ WAYS = {
     "gradient penalty": (penalty, 4),
     "is_grads_batched": (batched, 2),
     "is_grads_batched, double backward": (batched_twice, 3),
-    "rows in vmap": (rows_in_vmap, 2),
-    "double backward in vmap": (graph_in_vmap, 3),
     "double backward with tangents": (graph_with_tangents, 3),
     "gradient of an intermediate": (of_the_middle, 2),
     "functional.jacobian": (lambda f, x, _: torch.autograd.functional.jacobian(f, x.detach()), 5),

@@ -27,8 +27,8 @@ _bind = partial(private, needed_for="regions under torch.func")
 
 innermost_transform: Callable[[], _Interpreter | None] = _bind("_C._functorch.peek_interpreter_stack")
 running_transforms: Callable[[], list[_Interpreter] | None] = _bind("_C._functorch.get_interpreter_stack")
-_pop_transform: Callable[[], object] = _bind("_C._functorch.pop_dynamic_layer_stack")
-_push_transform: Callable[[object], None] = _bind("_C._functorch.push_dynamic_layer_stack")
+pop_transform: Callable[[], object] = _bind("_C._functorch.pop_dynamic_layer_stack")
+push_transform: Callable[[object], None] = _bind("_C._functorch.push_dynamic_layer_stack")
 REVERSE = _bind("_C._functorch.TransformType.Grad")
 transform_level_of: Callable[[Tensor], int] = _bind("_C._functorch.maybe_get_level")
 unwrapped: Callable[[Tensor], Tensor] = _bind("_C._functorch.get_unwrapped")
@@ -47,17 +47,6 @@ private("autograd.forward_ad._current_level", needed_for="regions under forward-
 def is_transformed() -> bool:
     """Return whether a transform of torch.func or a level of forward-mode differentiation is running."""
     return innermost_transform() is not None or forward_ad._current_level >= 0
-
-
-@contextmanager
-def transforms_set_aside(count: int | None = None) -> Generator[None]:
-    """Suspend the innermost transforms in the block, all if no number is given."""
-    popped = [_pop_transform() for _ in range(len(running_transforms() or ()) if count is None else count)]
-    try:
-        yield
-    finally:
-        for one in reversed(popped):
-            _push_transform(one)
 
 
 def has_dual_level() -> bool:

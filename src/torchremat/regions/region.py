@@ -49,7 +49,7 @@ from torchremat._compat.autograd import (
 )
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
-from torchremat._compat.transforms import check_transform_inside, innermost_transform, transforms_set_aside
+from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, CallArguments
 from torchremat.regions.decisions import check_met
@@ -238,9 +238,6 @@ class Region(Differentiable):
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if necessary."""
-        if self.derives and innermost_transform() is not None:
-            with transforms_set_aside():
-                return self.unpack(slot)
         if self.arrivals is not None and torch.is_grad_enabled():
             self.arrivals.asked()  # See NOTE [ The derivative of a region ]
         if slot.index == LOST:

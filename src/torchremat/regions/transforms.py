@@ -15,7 +15,6 @@ closures and parameters are wrapped as in the forward, and the region can be rec
     grad, vmap; grad, jvp               grad                    UnsupportedError
     vmap; jvp                           none                    UnsupportedError
     none, in a dual_level               none                    recomputed, tangents included
-    none                                vmap                    recomputed, with the vmap set aside
 
 Torch disables saved-tensor hooks in reverse-mode transforms, as hooks that compute would be called in the middle of an
 operation. The hooks of a region only count, so they are still set there, for the time of the call.
@@ -32,8 +31,8 @@ backward runs after its transform has ended (tensors of modules are found).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from torch import Tensor
@@ -47,11 +46,12 @@ from torchremat._compat.transforms import (
     is_dead,
     is_transformed,
     pop_grad,
+    pop_transform,
     push_grad,
+    push_transform,
     require_grad,
     running_transforms,
     transform_level_of,
-    transforms_set_aside,
     unwrapped,
     wrap_for_grad,
 )
@@ -159,7 +159,7 @@ class _TransformedRegion(Region):
         if over and (len(over) > 1 or not _is_reverse(over[0])):
             _refuse(self.name(0), self._transforms)
         with ExitStack() as stack:
-            stack.enter_context(transforms_set_aside(len(now) - shared))
+            stack.enter_context(_set_aside(len(now) - shared))
             stack.enter_context(hooks_under_transforms())
             if self._is_dual and not has_dual_level():
                 stack.enter_context(forward_ad.dual_level())
@@ -242,6 +242,17 @@ def _detached(tensor: Tensor, *, refuses: bool = False) -> Tensor:
                 break
             further = unwrapped(further)
     return wrap_for_grad(inner, transform_level_of(tensor))
+
+
+@contextmanager
+def _set_aside(count: int) -> Generator[None]:
+    """Suspend the innermost transforms in the block."""
+    popped = [pop_transform() for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in reversed(popped):
+            push_transform(one)
 
 
 def _refuse_gradient(_: Tensor) -> NoReturn:
