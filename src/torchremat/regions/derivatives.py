@@ -55,6 +55,7 @@ from torchremat._compat.autograd import (
     is_followed,
     push_saved_tensor_hooks,
 )
+from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, modes_now
 from torchremat._compat.transforms import is_in_batch, is_transformed
 from torchremat.ambient.global_state import ambient_state
@@ -119,7 +120,12 @@ class Arrivals:
             node.register_prehook(partial(self._arrive, number))
 
     def _arrive(self, number: int, gradients: Gradients) -> None:
-        if not torch.is_grad_enabled() or is_in_batch() or is_transformed() or active_session() is not None:
+        if torch.is_grad_enabled():
+            self._take(number, gradients)
+
+    @outside_graphs  # compiled autograd traces hooks, and would stop between the two calls that ask for a batch
+    def _take(self, number: int, gradients: Gradients) -> None:
+        if is_in_batch() or is_transformed() or active_session() is not None:
             return
         region, node = self._region(), current_node()
         if region is None or node is None or len(region.calls) != 1 or region.is_running:
