@@ -9,12 +9,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from probes.regions import Region
 from regions.comparing import Counted, backward_at_once, equal, leaf, live_regions
 from regions.derivative_programs import OPERATIONS, Block, Program, agree
 from torchremat import Host, MutationError, checkpoint, checkpointed, measure, offload, wrap
 from torchremat.policies import save_matmuls
 
 LAYERS, WIDTH = 6, 32
+
+
+@pytest.fixture(autouse=True)
+def derived(monkeypatch):
+    monkeypatch.setattr(Region, "derives", True)
 
 
 def four(x):
