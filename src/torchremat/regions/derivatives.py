@@ -29,8 +29,9 @@ The derivative itself is a region whose outputs are the gradients that leave it,
 none if a gradient has arrived where other nodes of the region contribute, since the recompute has the sum alone, nor if
 another thread than that of the forward has run the backward, as that of a device does.
 
-On trial, and off: `Differentiable.derives`. Missing on purpose: regions of several calls, sessions, transforms, gradients in batches, and a gradient taken inside of
-the region's own forward, which its recompute takes again.
+On trial, and off by default: `Differentiable.derives`. Missing on purpose: regions of several calls, sessions,
+transforms, gradients in batches, and a gradient taken inside of the region's own forward, which its recompute takes
+again.
 """
 
 from __future__ import annotations
