@@ -148,7 +148,7 @@ class Region(Differentiable):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        made = Made.from_now_on(tensors)
+        made = Made.from_now_on(tensors) if self.derives and last and not number else None
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -182,7 +182,7 @@ class Region(Differentiable):
                 now.unshare()
         if not last:
             self.made(output, number)
-        elif self.derives and not number and self.slots:
+        elif made is not None and self.slots:
             self.arrivals = Arrivals(self, made, made.of(nodes_of(output)))
         return output
 
