@@ -21,9 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
-from torchremat.regions.region import Region
-
-Region.derives = True  # on trial
 
 MOST_TIME = 2.5
 ROUNDS = 7

@@ -9,18 +9,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from probes.regions import Region
 from regions.comparing import Counted, backward_at_once, equal, leaf, live_regions
 from regions.derivative_programs import OPERATIONS, Block, Program, agree
-from torchremat import Host, MutationError, checkpoint, checkpointed, measure, offload, wrap
+from torchremat import (
+    CheckpointError,
+    Host,
+    MutationError,
+    UnsupportedError,
+    checkpoint,
+    checkpointed,
+    is_recomputing,
+    measure,
+    offload,
+    wrap,
+)
 from torchremat.policies import save_matmuls
 
 LAYERS, WIDTH = 6, 32
-
-
-@pytest.fixture(autouse=True)
-def derived(monkeypatch):
-    monkeypatch.setattr(Region, "derives", True)
 
 
 def four(x):
@@ -304,6 +309,83 @@ def test_two_threads_differentiate_gradients_of_their_own():
     value().backward()
 
     assert torch.allclose(ours, 2 * weight.grad)
+
+
+@pytest.mark.parametrize("before", [0, 4, 8, 12])
+@pytest.mark.parametrize("way", ["argument", "captured"])
+def test_nodes_of_another_thread_are_not_those_of_the_region(way, before):
+    # Each thread numbers its nodes from nought: those before the region have the same numbers as those in it.
+    def run(region):
+        x, made, values = torch.linspace(-1, 1, 8).requires_grad_(), [], []
+
+        def prepare():
+            h = x
+            for _ in range(before):
+                h = h * 1.25
+            made.append(h)
+
+        def forward():
+            h = made[0]
+            if way == "argument":
+                values.append(region(four, h).sum())
+            else:
+                values.append(region(lambda first: four(first * h), x).sum())
+
+        for target in (prepare, forward):
+            one = threading.Thread(target=target)
+            one.start()
+            one.join()
+        (grad,) = torch.autograd.grad(values[0], x, create_graph=True)
+        return [grad, *torch.autograd.grad(grad.square().sum(), x)]
+
+    assert equal(run(checkpoint), run(lambda f, x: f(x)))
+
+
+def test_a_graph_that_a_recompute_reaches_and_did_not_make_is_refused():
+    reached = []
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x, other = leaf(8), leaf(8)
+    hidden = {"made": None}
+
+    def prepare():
+        h = other
+        for _ in range(5):
+            h = h * 1.25
+        hidden["made"] = h
+
+    def forward():
+        # A tensor that no search finds: it comes from a generator.
+        source = (hidden[name] for name in ["made", "made", "made"])
+        reached.append(checkpoint(lambda x: four(Reads.apply(x) * next(source)), x).sum())
+
+    for target in (prepare, forward):
+        one = threading.Thread(target=target)
+        one.start()
+        one.join()
+    (grad,) = torch.autograd.grad(reached[0], x, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"another thread has made. Pass that tensor to the region"):
+        grad.square().sum().backward()
+
+
+def test_a_recompute_with_another_graph_is_named():
+    def body(x):
+        y = x.sin()
+        return (y if is_recomputing() else y.view_as(y)).exp()
+
+    x = leaf(8)
+    (grad,) = torch.autograd.grad(checkpoint(body, x).sum(), x, create_graph=True)
+
+    with pytest.raises(CheckpointError, match=r"3 with 2 edges, not 3 with 3. Does its code ask whether it runs again"):
+        grad.sum().backward()
 
 
 def test_a_store_takes_what_derivatives_keep():

@@ -357,6 +357,19 @@ def batched(f, x, _):
     return torch.autograd.grad(f(x), x, torch.eye(4), is_grads_batched=True)
 
 
+def batched_twice(f, x, _):
+    (rows,) = torch.autograd.grad(f(x), x, torch.eye(4), is_grads_batched=True, create_graph=True)
+    return [rows, *torch.autograd.grad(rows.square().sum(), x)]
+
+
+def graph_with_tangents(f, x, tangent):
+    y = f(x)
+    with forward_ad.dual_level():
+        (grad,) = torch.autograd.grad(y, x, forward_ad.make_dual(torch.ones(4), tangent), create_graph=True)
+        primal, dual = forward_ad.unpack_dual(grad)
+        return [primal.detach(), dual.detach(), *torch.autograd.grad(dual.square().sum(), x)]
+
+
 def tangent_requires_grad(f, x, tangent):
     tangent = tangent.requires_grad_()
     with forward_ad.dual_level():
@@ -377,9 +390,11 @@ WAYS = {
     "dual": (dual, 2),
     "dual, backward later": (dual_later, 2),
     "dual, a tangent that requires grad": (tangent_requires_grad, 2),
-    "double backward": (double, 3),
-    "gradient penalty": (penalty, 3),
+    "double backward": (double, 4),  # the graph of the gradient is recomputed as well
+    "gradient penalty": (penalty, 4),
     "is_grads_batched": (batched, 2),
+    "is_grads_batched, double backward": (batched_twice, 3),
+    "double backward with tangents": (graph_with_tangents, 3),
     "gradient of an intermediate": (of_the_middle, 2),
     "functional.jacobian": (lambda f, x, _: torch.autograd.functional.jacobian(f, x.detach()), 5),
     "functional.jacobian, vectorized": (
@@ -387,7 +402,7 @@ WAYS = {
         2,
     ),
     "functional.jacobian, forward mode": (functional_forward, 1),
-    "functional.hvp": (lambda f, x, v: torch.autograd.functional.hvp(summed(f), x.detach(), v), 3),
+    "functional.hvp": (lambda f, x, v: torch.autograd.functional.hvp(summed(f), x.detach(), v), 6),
 }
 
 

@@ -40,7 +40,7 @@ def never(packed: object) -> Tensor:
         return packed  # See NOTE [ What is traced in a region ]
     raise StepError(
         "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
-        "plan. Where it is `torch.autograd.grad(..., create_graph=True)`, for forces or a gradient penalty, a "
-        "recompute frees nothing, since the new graph saves what it makes: put `with offload(store)` around the step, "
-        "which stores what both graphs save."
+        "plan. A step that differentiates a gradient, `torch.autograd.grad(..., create_graph=True)`, for forces or a "
+        "gradient penalty, is not planned: `wrap(model, Block)` recomputes what both graphs save, and "
+        "`with offload(store)` around the step stores it."
     )

@@ -213,6 +213,10 @@ class Call:
         """Return the tensors that the call reaches in other ways than by its arguments."""
         return self.world.tensors() if self.cells is None else tensors_in(self.cells[1])
 
+    def captured_graphs(self) -> list[Tensor]:
+        """Return those of them that have a graph."""
+        return self.world.with_graphs() if self.cells is None else tensors_in(self.cells[1])
+
     def settle(self) -> None:
         """Keep only state that the call has changed."""
         # A call that sets a generator may restore its state at the end and still have drawn from it.

@@ -15,7 +15,7 @@ gradients have the same order, and all bits are the same.
 
     output nodes of a region       a hook notes the gradients that arrive, and which edges they follow from there
     its other nodes                while the backward runs, hooks compare what arrives with what nodes of it return
-    first unpack in a node         pushes the hooks of the derivative; autograd drops them when the node has run
+    unpack in a node               pushes the hooks of the derivative; autograd drops them when the node has run
     the same in the recompute      pushes the hooks of the recompute
 
 A gradient arrives elsewhere than at an output if other code uses a tensor that the region has kept, or if the backward
@@ -29,9 +29,8 @@ The derivative itself is a region whose outputs are the gradients that leave it,
 none if a gradient has arrived where other nodes of the region contribute, since the recompute has the sum alone, nor if
 another thread than that of the forward has run the backward, as that of a device does.
 
-On trial, and off by default: `Differentiable.derives`. Missing on purpose: regions of several calls, sessions,
-transforms, gradients in batches, and a gradient taken inside of the region's own forward, which its recompute takes
-again.
+Missing on purpose: regions of several calls, sessions, transforms, gradients in batches, and a gradient taken inside of
+the region's own forward, which its recompute takes again.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ from torchremat._compat.autograd import (
     current_graph_task,
     current_node,
     is_followed,
+    pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
 from torchremat._compat.dynamo import outside_graphs
@@ -65,6 +65,7 @@ from torchremat.regions.hooks import Waiting, unpack
 from torchremat.regions.sessions import active_session
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
+from torchremat.regions.values import Fingerprints
 from torchremat.tensors.structure import split
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Differentiable(Waiting):
     arrivals: Arrivals | None
 
     # Whether it has a derivative: the gradients of transforms have levels as well.
-    derives = False  # on trial: of regions in pipelines it is not right yet
+    derives = True
 
     @property
     @abstractmethod
@@ -139,11 +140,17 @@ class Arrivals:
             at_end_of_backward(building.end)
         building.begin(number, node, gradients)
 
-    def asked(self) -> None:
-        """Let the derivative pack what the running node saves, now that it has asked the region for a tensor."""
+    def asked(self, find: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that the running node asks for, and let the derivative pack what it then saves."""
         building, node = self._now(), current_node()
-        if building is not None and node is not None and building.saves(node):
+        if building is None or node is None:
+            return find()
+        if building.is_packing(node):
+            pop_saved_tensor_hooks()  # what is recomputed for a node is not what it saves
+        tensor = find()
+        if building.saves(node):
             push_saved_tensor_hooks(building.pack, unpack)
+        return tensor
 
     def _now(self) -> Derivative | None:
         building = None if self._building is None else self._building()
@@ -176,13 +183,16 @@ class Derivative:
         self._region = make(settings, f"the derivative of {region.name(0)}")
         self._region.held += region.held
         self._region.began = modes_now()
+        if self._region.fingerprints is not None:
+            self._region.fingerprints = Fingerprints(call.world.copied())  # the forward may have kept them as they are
         self.pack = self._region.pack
-        self._body = Differentiated(call.body, ambient_state())
+        self._body = Differentiated(call.body, ambient_state(), region.name(0))
         self._template: dict[Place, object] = {}
         self._call = call.again(self._body, ref(self._region), **{self._body.name: self._template})
         self._region.calls.append(self._call)
         self._made = made
-        self._own = Made.from_now_on()
+        made.given(call.captured_graphs())
+        self._own = Made()
         # By number of a node: where it is found, and where its gradients go, None for those that leave the region.
         self._places: dict[int, Place] = {}
         self._edges: dict[int, list[tuple[int, int] | None]] = {}
@@ -199,6 +209,7 @@ class Derivative:
         made, behind = self._made, Behind([], [])
 
         def look(_: int, one: Node) -> list[bool]:
+            self._body.mark(one)
             following = [following for following, _ in one.next_functions]
             behind.inside.append([*map(made.has, following)])
             behind.followed.append([following is not None and is_followed(following) for following in following])
@@ -218,6 +229,10 @@ class Derivative:
                 ]
                 self._handles.append(one.register_prehook(partial(_begins, watch, key)))
                 self._handles.append(one.register_hook(partial(_ends, watch, key)))
+
+    def is_packing(self, node: Node) -> bool:
+        """Return whether its hooks are there for a node."""
+        return node._sequence_nr() == self._lowest
 
     def saves(self, node: Node) -> bool:
         """Return whether what a node saves is packed: one behind an output, and in the order of the recompute."""
@@ -253,6 +268,7 @@ class Derivative:
         tensors: list[Tensor] = [_NOTHING] * len(call.sources)  # its other arguments
         self._template[place] = split(gradients, tensors, [])
         given = tensors[len(call.sources) :]
+        self._own.given(given)
         call.sources += range(len(held), len(held) + len(given))
         held += map(self._region.held_tensor, given)
         self._taken.add(key)
@@ -265,7 +281,7 @@ class Derivative:
         # Numbers of another thread's nodes say nothing of where these are, nor in which order they run.
         is_ordered = self._lowest >= 0 and self._made.thread == self._own.thread
         if self._region.slots and is_ordered and not self._has_sums:
-            self._region.arrivals = Arrivals(self._region, self._own, self._own.of(self._leaving))
+            self._region.arrivals = Arrivals(self._region, self._own, self._own.end(self._leaving))
 
 
 def _begins(watch: ReferenceType[Derivative], key: int, gradients: Gradients) -> None:

@@ -24,6 +24,7 @@ from torchremat._compat.autograd import (
     top_saved_tensor_hooks,
 )
 from torchremat.ambient.global_state import AmbientState, ambient_state
+from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.threads import thread
 from torchremat.tensors.structure import tensors_in
@@ -37,39 +38,41 @@ Place = tuple[int, int]
 """A node: the number of the output from which it is found, and its place among the nodes behind that one."""
 
 
-class Made(NamedTuple):
-    """The nodes that a region has made in its first run, by what lies before them.
+class Made:
+    """The nodes that a region makes in its first run, in this thread from now on.
+
+    Args:
+        inputs: The inputs of the region.
 
     Attributes:
-        first: The number of the first node that it can have made.
-        inputs: The numbers of nodes that made its inputs, of those that another thread has made: each numbers its own.
-        thread: The thread that has made them.
+        thread: The thread that makes them.
     """
 
-    first: int
-    inputs: Sequence[int]
-    thread: int
+    __slots__ = ("_end", "_first", "_others", "thread")
 
-    @staticmethod
-    def from_now_on(inputs: Sequence[Tensor] = ()) -> Made:
-        """Return those that are made in this thread from now on.
+    def __init__(self, inputs: Sequence[Tensor] = ()) -> None:
+        self._first = self._end = sequence_number()
+        self._others: list[Node] = []  # another thread has made these for inputs, and each numbers its own
+        self.thread = get_ident()
+        self.given(inputs)
 
-        Args:
-            inputs: The inputs of the region.
-        """
-        first = sequence_number()
-        nodes = [one.grad_fn for one in inputs]
-        later = [number for one in nodes if one is not None and (number := one._sequence_nr()) >= first]
-        return Made(first, later, get_ident())
+    def given(self, inputs: Sequence[Tensor]) -> None:
+        """Note what has made inputs."""
+        for one in inputs:
+            if (node := one.grad_fn) is not None and node._sequence_nr() >= self._first:
+                self._others.append(node)
 
     def has(self, node: Node | None) -> bool:
-        """Return whether a node is one of them."""
-        if node is None or (number := node._sequence_nr()) < self.first:
-            return False
-        return not hasattr(node, "variable") and number not in self.inputs
+        """Return whether a node is one of them, by its number."""
+        return node is not None and self._first <= node._sequence_nr() < self._end and node not in self._others
 
-    def of(self, outputs: Sequence[Node | None]) -> dict[int, Node]:
-        """Return those that have made outputs, each with the number of the first output of it."""
+    def end(self, outputs: Sequence[Node | None]) -> dict[int, Node]:
+        """Return the nodes that have made outputs, each with the number of the first output of it: the run has ended.
+
+        Args:
+            outputs: The node of each output, or None.
+        """
+        self._end = sequence_number()
         found: dict[Node, int] = {}
         for number, node in enumerate(outputs):
             if node is not None and self.has(node):
@@ -104,7 +107,7 @@ def nodes_behind(node: Node, inside: Callable[[int, Node], Sequence[bool]]) -> l
     order = [node]
     found = {node}
     for place, one in enumerate(order):
-        for (following, _), is_inside in zip(one.next_functions, inside(place, one), strict=True):
+        for (following, _), is_inside in zip(one.next_functions, inside(place, one), strict=False):
             if is_inside and following is not None and following not in found:
                 found.add(following)
                 order.append(following)
@@ -117,6 +120,7 @@ class Differentiated:
     Args:
         body: The body of the region's call.
         ambient: The state around the backward.
+        words: The name of the region, for messages.
 
     Attributes:
         body: See above.
@@ -125,14 +129,15 @@ class Differentiated:
         saving: The nodes that save for the derivative.
     """
 
-    __slots__ = ("_ambient", "behind", "body", "name", "saving")
+    __slots__ = ("_ambient", "_words", "behind", "body", "name", "saving")
 
-    def __init__(self, body: Body, ambient: AmbientState) -> None:
+    def __init__(self, body: Body, ambient: AmbientState, words: str) -> None:
         self.body = body
         self.name = f"gradients of {body.name}" if isinstance(body, Differentiated) else "gradients of the outputs"
         self.behind: dict[int, Behind] = {}
         self.saving: set[Place] = set()
         self._ambient = ambient
+        self._words = words
 
     def __call__(self, *args: object, **kwargs: object) -> list[Tensor]:
         """Return the gradients that leave the region.
@@ -158,6 +163,33 @@ class Differentiated:
         finally:
             pop_saved_tensor_hooks()
 
+    @staticmethod
+    def mark(node: Node) -> None:
+        """Note on a node that a backward has found it: no recompute has made it."""
+        node.metadata[_FOUND] = True
+
+    def _found_again(self, output: Tensor, behind: Behind) -> list[Node]:
+        """Return the nodes of a recompute that stand for those that a backward has found behind an output."""
+        rows = behind.inside
+
+        def inside(place: int, one: Node) -> Sequence[bool]:
+            return rows[place] if place < len(rows) else [False] * len(one.next_functions)
+
+        found = [] if output.grad_fn is None else nodes_behind(output.grad_fn, inside)
+        if any(_FOUND in one.metadata for one in found):
+            raise UnsupportedError(
+                f"{self._words}: a gradient of it was differentiated, and it reads a tensor from a graph that another "
+                "thread has made. Pass that tensor to the region as an argument."
+            )
+        edges = [len(one.next_functions) for one in found]
+        if edges != [*map(len, rows)]:
+            raise CheckpointError(
+                f"{self._words}: a gradient of it was differentiated, and the graph of its recompute has other nodes "
+                f"than that of its forward: {len(edges)} with {sum(edges)} edges, not {len(rows)} with "
+                f"{sum(map(len, rows))}. Does its code ask whether it runs again?"
+            )
+        return found
+
     def _backward(
         self, outputs: list[Tensor], gradients: dict[Place, Gradients], saving: set[Node]
     ) -> Callable[[], list[Tensor]]:
@@ -165,9 +197,7 @@ class Differentiated:
         nodes: dict[Place, Node] = {}
         passes: dict[Node, tuple[list[bool], list[bool]]] = {}
         for number, behind in self.behind.items():
-            node = outputs[number].grad_fn
-            assert node is not None
-            for place, one in enumerate(nodes_behind(node, lambda place, _, rows=behind.inside: rows[place])):
+            for place, one in enumerate(self._found_again(outputs[number], behind)):
                 nodes[number, place] = one
                 passes.setdefault(one, (behind.inside[place], behind.followed[place]))
         saving |= {nodes[place] for place in self.saving}
@@ -237,3 +267,6 @@ class _ForDerivative:
         if self.saving and torch.is_grad_enabled() and current_node() in self.saving:
             push_saved_tensor_hooks(self._pack, self._unpack)
         return saved
+
+
+_FOUND = "torchremat: found by a backward"

@@ -148,7 +148,7 @@ class Region(Differentiable):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        made = Made.from_now_on(tensors) if self.derives and last and not number else None
+        made = Made(tensors) if self.derives and last and not number else None
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -183,7 +183,7 @@ class Region(Differentiable):
         if not last:
             self.made(output, number)
         elif made is not None and self.slots:
-            self.arrivals = Arrivals(self, made, made.of(nodes_of(output)))
+            self.arrivals = Arrivals(self, made, made.end(nodes_of(output)))
         return output
 
     def cut(self, calls: int, saves: int) -> None:
@@ -236,10 +236,10 @@ class Region(Differentiable):
         self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
         return slot
 
-    def unpack(self, slot: Slot) -> Tensor:
-        """Return the tensor of a slot, recomputing the region if necessary."""
-        if self.arrivals is not None and torch.is_grad_enabled():
-            self.arrivals.asked()  # See NOTE [ The derivative of a region ]
+    def unpack(self, slot: Slot, *, alone: bool = False) -> Tensor:
+        """Return the tensor of a slot, recomputing the region if necessary; `alone` packs nothing of a derivative."""
+        if not alone and self.arrivals is not None and torch.is_grad_enabled():
+            return self.arrivals.asked(partial(self.unpack, slot, alone=True))
         if slot.index == LOST:
             raise CheckpointError(
                 "autograd asked for a tensor that a region saved in a forward which raised, or which planning or a "

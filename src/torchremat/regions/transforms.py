@@ -142,11 +142,11 @@ class _TransformedRegion(Region):
             self._lower.add(len(self.slots))
         return super()._pack(tensor)
 
-    def unpack(self, slot: Slot) -> Tensor:
+    def unpack(self, slot: Slot, *, alone: bool = False) -> Tensor:
         """Return the tensor of a slot. See `Region.unpack`."""
         if slot.index in self._lower:
             _refuse(self._name_at(slot.index), self._transforms)
-        return super().unpack(slot)
+        return super().unpack(slot, alone=alone)
 
     def _recompute(
         self, key: Key | None, only: int | range | None, *, explains: bool = True, returns: bool = False

@@ -6,6 +6,7 @@ does not wait for fingerprints: they are compared when the backward has ended, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,16 @@ class Fingerprints:
 
     A tensor that may be written without a new version after it was saved gets its fingerprint when two more tensors are
     saved, or the run has ended: see NOTE [ What is written after it was saved ].
+
+    Args:
+        state: Tensors that may have other values in each run, such as running statistics.
     """
 
-    __slots__ = ("_waiting", "count", "found")
+    __slots__ = ("_state", "_waiting", "count", "found")
 
-    def __init__(self) -> None:
+    def __init__(self, state: Iterable[Tensor] = ()) -> None:
         self.count = 0
+        self._state = {one.data_ptr() for one in state if type(one) is Tensor}
         self.found: dict[int, Tensor] = {}
         self._waiting: list[tuple[int, Tensor]] = []
 
@@ -36,7 +41,7 @@ class Fingerprints:
         """Take the next saved tensor; return the numbers of the tensors whose fingerprints are now known."""
         index, self.count = self.count, self.count + 1
         done = self.settle(before=index - 1)
-        if is_workspace(tensor):
+        if is_workspace(tensor) or (self._state and tensor.data_ptr() in self._state):
             return done
         if is_fresh:
             self._waiting.append((index, tensor))

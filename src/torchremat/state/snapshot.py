@@ -168,6 +168,15 @@ class Snapshot:
         """Return the tensors, with an alias without graph for one that has a graph."""
         return self.watched
 
+    def with_graphs(self) -> list[Tensor]:
+        """Return those of them that have a graph, as a recompute is shown them."""
+        return [one.shown() for one in self.graphed.values()]
+
+    def copied(self) -> list[Tensor]:
+        """Return the tensors of whose earlier values a recompute gets copies, without those that are gone."""
+        written = () if self.backups is None else self.backups.written.values()
+        return [tensor for one in written if (tensor := one.alive()) is not None]
+
     def settle(self) -> None:
         """Keep only the state that a recompute may need."""
         if [*map(flags_of, self.watched)] != self.flags:

@@ -12,7 +12,7 @@ from torchremat.pipeline.dependency import Passing, passed
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
 from torchremat.pipeline.pipe import Pipe
-from torchremat.regions.runtime import is_checkpointing
+from torchremat.regions.runtime import is_checkpointing, is_recomputing
 
 Device = torch.device | str | int
 
@@ -145,7 +145,7 @@ def check(value: object) -> None:
 def _checked(_partition: nn.Module, _given: tuple[object, ...], output: object) -> object:
     """Check the output of a partition, and mark it where it is recomputed."""
     check(output)
-    if not is_checkpointing():
+    if not (is_checkpointing() or is_recomputing()):
         return None
     found = Microbatch.of(output)
     return Microbatch(found.template, passed(Checkpoint, lambda: None, found.tensors)).value
