@@ -113,6 +113,11 @@ def is_followed(node: Node) -> bool:
         return True
 
 
+def notes_of(node: Node) -> dict[str, object]:
+    """Return notes that stay with a node, also while no Python code refers to it."""
+    return cast("dict[str, object]", node.metadata)  # a property, and a method for type checkers
+
+
 def packed_in(node: Node, slot: str) -> object:
     """Return the object that a saved-tensor hook has packed into a slot of a node; a tensor or None without hooks."""
     return getattr(node, f"_raw_saved_{slot}").data

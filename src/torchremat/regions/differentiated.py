@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from torchremat._compat.autograd import (
     current_node,
+    notes_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     sequence_number,
@@ -166,7 +167,7 @@ class Differentiated:
     @staticmethod
     def mark(node: Node) -> None:
         """Note on a node that a backward has found it: no recompute has made it."""
-        node.metadata[_FOUND] = True
+        notes_of(node)[_FOUND] = True
 
     def _found_again(self, output: Tensor, behind: Behind) -> list[Node]:
         """Return the nodes of a recompute that stand for those that a backward has found behind an output."""
@@ -176,7 +177,7 @@ class Differentiated:
             return rows[place] if place < len(rows) else [False] * len(one.next_functions)
 
         found = [] if output.grad_fn is None else nodes_behind(output.grad_fn, inside)
-        if any(_FOUND in one.metadata for one in found):
+        if any(_FOUND in notes_of(one) for one in found):
             raise UnsupportedError(
                 f"{self._words}: a gradient of it was differentiated, and it reads a tensor from a graph that another "
                 "thread has made. Pass that tensor to the region as an argument."
