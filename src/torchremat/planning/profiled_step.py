@@ -11,7 +11,7 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
-from torchremat.errors import DeviceWarning, warn
+from torchremat.errors import DeviceWarning, UnsupportedError, warn
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.heap import heap_set_aside
@@ -32,6 +32,7 @@ from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.results.plan_data import PlainSource
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.planning.store_profiles import weighed
@@ -45,6 +46,13 @@ ROOM_BYTES = 4096
 
 # The reported share of the search when the plan is found, and only the lowest peak is still sought.
 SOLVING_SHARE = 0.75
+
+# Why a step that takes gradients itself has no certificate, and gets no stores.
+TAKES_GRADIENTS = "the step takes gradients itself, and was planned by running it: what its backwards read was not seen"
+NOT_STORED = (
+    "stores=: the step takes gradients itself (`torch.autograd.grad` in it), and a plan recomputes there, and stores "
+    "nothing. Put `with torchremat.offload(store)` around the step, also under the plan: it stores what both graphs save."
+)
 
 
 class ProfiledStep:
@@ -90,13 +98,19 @@ class ProfiledStep:
                 allows=placed.allows,
             )
             pair, self._leader = agreed.pair, agreed.largest if reference is None else reference._leader
-            store_profiles = weighed(self.model, self.subject, pair, self.options.stores, self._peers)
+            stores = self.options.stores
+            if stores and pair.blocks.runs is not None:
+                raise UnsupportedError(NOT_STORED)
+            store_profiles = weighed(self.model, self.subject, pair, stores, self._peers)
             self.parameters = placed.parameter_bytes(stepping, pair.blocks.units.trace)
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = pair.blocks
         with placed.profiling():
-            self.solver = Search(pair, self.options, store_profiles, search_budget=search_budget)
+            if self.profile.runs is None:
+                self.solver: Search | RunSearch = Search(pair, self.options, store_profiles, search_budget=search_budget)
+            else:
+                self.solver = RunSearch(pair, self.options, search_budget=search_budget)
 
     @property
     def before(self) -> BytesBefore:
@@ -271,6 +285,8 @@ class ProfiledStep:
     @property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a step without any recompute, which certificates are made from."""
+        if self.profile.runs is not None:
+            return Unseen(reason=TAKES_GRADIENTS)
         runs_nothing = "_plain_step" in vars(self) or self.profile.units.trace.loops
         allowed = runs_nothing or self.placed.allows(self.peak_of(self.solver.plain))
         return self._plain_step if allowed else Unseen(reason=ABOVE)

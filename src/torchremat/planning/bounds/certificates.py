@@ -145,8 +145,8 @@ def claim_of(
     `limit_bytes` is the budget minus the bytes live before a step.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
-    flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
-    nested = underestimate(profile, unit)
+    flops = profile.step_flops if isinstance(step, Unseen) else step.flops
+    nested = None if profile.runs is not None else underestimate(profile, unit)
     if nested is not None and not any(keep.option for keep in kept(tree)):
         # For most models it needs no more than the profile; if this tree shows otherwise, the bound is dropped.
         found = interpret(nested.chain, tree)

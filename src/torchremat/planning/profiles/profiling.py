@@ -26,7 +26,7 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from torchremat.errors import bug
+from torchremat.errors import UnsupportedError, bug
 from torchremat.measuring.communication import has_first_buckets
 from torchremat.measuring.exhaustion import IfItFits, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
@@ -39,6 +39,7 @@ from torchremat.planning.peers.peers import Peers, check_same_calls
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.run_profile import profile_by_runs
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.splitting import Way, are_few, names_within, peaks_of, split_by, ways_of
 from torchremat.planning.profiles.traces import Trace
@@ -50,6 +51,11 @@ from torchremat.regions.settings import Check
 from torchremat.schedules.chain import Tree
 
 T = TypeVar("T")
+
+ALONE = (
+    "the step takes gradients itself (`torch.autograd.grad` in it), and is planned by running it, which several processes "
+    "that train one model would have to do together. Say by `wrap(model, Block)` what is recomputed."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +161,17 @@ class _Profiling:
     @property
     def tries(self) -> bool:
         """Whether units are tried before they are watched. If not, watched steps compare, and may raise an error."""
-        return self.must_try or self.peers.are_several
+        return self.must_try or self.peers.are_several or self.takes_gradients
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the step takes gradients itself: then it is not watched, and its runs tell what it needs."""
+        return any(one.takes_gradients for one in self.traced)
 
     def pair(self, *, leaves: bool, allows: Callable[[int], bool] | None) -> ProfilePair:
         units, finest = self.units(leaves=leaves)
+        if self.takes_gradients:
+            return self.by_runs(units, finest)
         outer = None if allows is None else self.outer(units, allows)
         ways = ways_of(units, finest, self.fits)
         if not knows_order(self.subject):
@@ -176,6 +189,21 @@ class _Profiling:
         if outer is not None and blocks.units is units:
             whole = self.also(outer, ways[place], seconds)
         return ProfilePair(blocks=blocks, leaves=parts, around=whole and replace(whole, optimizer=blocks.optimizer))
+
+    def by_runs(self, units: Units, finest: Units) -> ProfilePair:
+        """Return the profiles of a step that takes gradients itself."""
+        if self.peers.are_several:
+            raise UnsupportedError(ALONE)
+        blocks = profile_by_runs(self.model, self.subject, units, self.machine)
+        blocks = replace(blocks, optimizer=self.optimizer())
+        outer = units_around(units)
+        leaves, around = (
+            None
+            if one is None or one is units or self.some_fail(one)
+            else replace(profile_by_runs(self.model, self.subject, one, self.machine, blocks.runs), optimizer=blocks.optimizer)
+            for one in (finest if are_few(finest) else None, outer)
+        )
+        return ProfilePair(blocks=blocks, leaves=leaves, around=around)
 
     def also(self, units: Units, way: Way, seconds: ForwardSeconds | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if it does not fit in some process."""

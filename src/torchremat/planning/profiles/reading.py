@@ -23,6 +23,7 @@ from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.overheads import NOMINAL, Overheads
 from torchremat.planning.profiles.backwards import Backwards, UnitBackward
 from torchremat.planning.profiles.optimizers import OptimizerBytes
+from torchremat.planning.profiles.step_runs import StepRuns
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.profiles.units import Units, not_called
 from torchremat.planning.profiles.watching import UnitSave, WatchedUnit, Watcher
@@ -89,6 +90,7 @@ class Profile:
         overheads: The executor's own overheads, without state that calls see.
         state_s: For each unit the host's seconds for the state that its calls see, in the watched step.
         generator_bytes: Bytes of a generator's state, if such states are on the device.
+        runs: What the step needs under a tree, if only its runs can tell; none of the bytes above does then.
     """
 
     units: Units
@@ -109,6 +111,7 @@ class Profile:
     overheads: Overheads = NOMINAL
     state_s: tuple[float, ...] = ()
     generator_bytes: int = 0
+    runs: StepRuns | None = None
 
     @cached_property
     def reached(self) -> tuple[tuple[list[int], int], ...]:
@@ -128,6 +131,11 @@ class Profile:
             seconds = [(index, nominal_seconds(log, log.runs[index])) for index in operators]
             found.append((sum(s for _, s in seconds), sum(s for index, s in seconds if index < ends)))
         return tuple(found)
+
+    @property
+    def step_flops(self) -> int:
+        """The flops of a plain step, estimated if no run has shown them."""
+        return 3 * self.units.trace.flops if self.runs is None else self.runs.flops(self.runs.plain_tree)
 
     @cached_property
     def nominal_forward_s(self) -> float:

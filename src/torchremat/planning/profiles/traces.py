@@ -128,6 +128,7 @@ class Trace:
         untraced: The names of the modules that these called, or code inside of a transform of torch.func, and of those
             that were given nested tensors. Their calls are not among the calls.
         parameters: The names of parameters, by storage.
+        takes_gradients: Whether the step runs a backward itself, for a gradient that its loss depends on.
     """
 
     calls: list[TracedCall]
@@ -146,6 +147,7 @@ class Trace:
     loops: int = 0
     untraced: frozenset[str] = frozenset()
     parameters: Mapping[int, str] = field(default_factory=dict[int, str])
+    takes_gradients: bool = False
 
     @property
     def communicates(self) -> bool:

@@ -8,6 +8,9 @@ The recorder notes operators at the same time, see `measuring.recorder`; this mo
 
 Compiled modules save other tensors than their eager code, and only the operators of eager code are visible. So with
 such modules three forwards run: one runs eagerly and shows operators, one compiles, one shows everything else.
+
+A step that takes a gradient itself, `torch.autograd.grad(..., create_graph=True)`, runs once more, and keeps what is
+saved.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.checkpoints import is_plain_backward
 from torchremat._compat.collectives import holds_work
 from torchremat._compat.data_parallel import is_data_parallel
 from torchremat._compat.dynamo import is_compiled, outside_graphs
@@ -92,6 +97,10 @@ class _CallFollower:
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
         return self.log.save(tensor)
+
+    @outside_graphs
+    def keep(self, tensor: Tensor) -> object:
+        return _Kept(tensor, self.log.save(tensor))
 
     def transforms(self) -> None:
         """Record that a reverse-mode transform of torch.func begins."""
@@ -214,11 +223,10 @@ def trace(
         StepError: The step returns no loss, or one without grad.
     """
     aside = aside or partial(untouched, model)
-    recording = nullcontext() if record is None else record()
-    flops = FlopCounter()
-    with aside() as looking, recording as recorder, StepRecorder(flops, recorder, looking) as log:
-        calls = _run_traced(model, step, log)
-    seen = _read(model, calls, flops.total, None if recorder is None else recorder.trace)
+    try:
+        seen = _traced(model, step, record, aside, keeps=False)
+    except _TakesGradientError:
+        return replace(_traced(model, step, record, aside, keeps=True), takes_gradients=True)
     if not has_compiled(model):
         return seen
     with aside(), nothing_kept():
@@ -228,12 +236,47 @@ def trace(
         return _joined(model, _read(model, _run_traced(model, step, StepRecorder(FlopCounter(), None)), 0), seen)
 
 
-def _run_traced(model: nn.Module, step: Step, log: StepRecorder) -> _CallFollower:
+def _traced(
+    model: nn.Module,
+    step: Step,
+    record: Callable[[], AbstractContextManager[AllocationRecorder]] | None,
+    aside: Callable[[], AbstractContextManager[Looking | None]],
+    *,
+    keeps: bool,
+) -> Trace:
+    flops, recording = FlopCounter(), nullcontext() if record is None else record()
+    with aside() as looking, recording as recorder, StepRecorder(flops, recorder, looking) as log:
+        calls = _run_traced(model, step, log, keeps=keeps)
+    return _read(model, calls, flops.total, None if recorder is None else recorder.trace)
+
+
+class _TakesGradientError(Exception):
+    """The step takes a gradient itself, whose backward asks for what is saved."""
+
+
+class _Kept(NamedTuple):
+    """A saved tensor, and what the recorder knows it by."""
+
+    tensor: Tensor
+    packed: object
+
+
+def _kept(packed: object) -> Tensor:
+    return packed.tensor if isinstance(packed, _Kept) else cast("Tensor", packed)  # of a trace
+
+
+def _asked(packed: object) -> Tensor:
+    if isinstance(packed, Tensor) or (is_plain_backward() and not torch.is_grad_enabled()):
+        return never(packed)
+    raise _TakesGradientError
+
+
+def _run_traced(model: nn.Module, step: Step, log: StepRecorder, *, keeps: bool = False) -> _CallFollower:
     calls = _CallFollower(model, log)
     try:
         with intercepted(model, calls.run), transforms_beside_hooks(calls.transforms):
-            calls.hook = left_to_transform(except_traced(calls.save))
-            push_saved_tensor_hooks(calls.hook, never)
+            calls.hook = left_to_transform(except_traced(calls.keep if keeps else calls.save))
+            push_saved_tensor_hooks(calls.hook, _kept if keeps else _asked)
             thread.on_carried, thread.around_loop = calls.carried, calls.loop
             try:
                 result = step(model)

@@ -107,6 +107,10 @@ def curve_of(
     Units are timed in watched runs, and steps in others: the seconds of each piece are a share of `lasts_s`, the
     seconds of the step in the plan.
     """
+    if own.runs is not None:
+        curve = own.runs.under(tree).curve
+        scale = lasts_s / curve[-1][0] if curve and curve[-1][0] else 1.0
+        return tuple(Point(seconds=one * scale, live_bytes=fixed_bytes + live, what=what) for one, live, what in curve)
     points: list[Point] = []
     now_s, running = 0.0, 0.0
     for state in walk_of(own, tree, offloads):
@@ -278,7 +282,7 @@ def _what_holds(floor: Candidate) -> str:
     """Return what the peak of a candidate consists of, in addition to what is live before a step, as a sentence."""
     own, walk = floor.profile, walk_of(floor.profile, floor.tree, floor.offloads)
     parts, peak_bytes = dict[str, int](), own.start_bytes
-    for state in walk:
+    for state in walk if own.runs is None else ():
         if not isinstance(state, Live):
             continue
         live, over = live_bytes(own, state), over_bytes(own, state)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.step_runs import StepRuns
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Key, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
-from torchremat.schedules.chain import Tree, kept
+from torchremat.schedules.chain import RegionNode, Tree, kept
 
 _BEFORE_BACKWARD = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
 
@@ -28,7 +29,7 @@ class Prediction:
         seconds: Seconds spent in recomputes.
         nominal_s: The same on a generic device, see `traces.nominal_seconds`.
         flops: Flops spent in recomputes.
-        calls: Number of unit forwards that recomputes run.
+        calls: Number of unit forwards that recomputes run; of units recomputed, if runs of the step tell what it needs.
         moving_s: Seconds that copies into stores and back add: compute time that they displace, and waiting.
     """
 
@@ -60,6 +61,8 @@ def predict_within(
     profile: Profile, tree: Tree, limit_bytes: int, offloads: Offloads = NO_OFFLOADS
 ) -> Prediction | None:
     """Return the prediction if its peak is at most a limit; above it, the step is followed no further."""
+    if profile.runs is not None:
+        return _by_run(profile, profile.runs, tree, limit_bytes)
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     highest = {True: peak, False: 0}  # by whether backward has not begun
     seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
@@ -96,6 +99,24 @@ def predict_within(
         nominal_s=nominal_s,
         flops=flops,
         calls=calls,
+    )
+
+
+def _by_run(profile: Profile, runs: StepRuns, tree: Tree, limit_bytes: int) -> Prediction | None:
+    run, plain = runs.under(tree), runs.plain_tree
+    if run.peak_bytes > limit_bytes:
+        return None
+    again = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))]
+    return Prediction(
+        peak_bytes=run.peak_bytes,
+        where=run.where,
+        kept_bytes=run.kept_bytes,
+        forward_bytes=run.forward_bytes,
+        backward_bytes=run.backward_bytes,
+        seconds=max(0.0, runs.seconds(tree)[1] - runs.seconds(plain)[1]) if again else 0.0,
+        nominal_s=sum(profile.nominal_s[unit][0] for unit in again),
+        flops=runs.flops(tree) - runs.flops(plain),
+        calls=len(again),
     )
 
 

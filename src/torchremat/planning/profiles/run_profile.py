@@ -1,0 +1,85 @@
+"""The profile of a step that takes gradients itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from torchremat.measuring.runs import Subject
+from torchremat.planning.devices.machines import Machine
+from torchremat.planning.profiles.reading import Profile, UnitCosts
+from torchremat.planning.profiles.step_runs import StepRuns
+from torchremat.planning.profiles.units import Units
+from torchremat.planning.simulator.points import Lifetimes, UnitBytes
+
+
+def profile_by_runs(
+    model: nn.Module, subject: Subject, units: Units, machine: Machine, plain: StepRuns | None = None
+) -> Profile:
+    """Return the profile of a step that takes gradients itself: what a tree needs is what its run needs.
+
+    Bytes and seconds of single units, for tables and for the order in which the search tries them, are the trace's.
+
+    Args:
+        model: The model.
+        subject: The step.
+        units: The units.
+        machine: Where it runs.
+        plain: Runs of the step over other units.
+    """
+    runs = StepRuns(model, subject, units, machine, plain)
+    with subject.untouched():
+        before = subject.before(machine.device)
+    sizes = tuple(_size_of(units, unit) for unit in range(len(units.units)))
+    forward_s, seconds = runs.seconds(runs.plain_tree)
+    made = Profile(
+        units=units,
+        sizes=sizes,
+        lifetimes=Lifetimes(units, sizes),
+        costs=(),
+        order=(),
+        extra_bytes={},
+        after_bytes={},
+        start_bytes=0,
+        seconds=seconds,
+        forward_seconds=forward_s,
+        before=before,
+        device=machine.device,
+        overheads=machine.overheads(),
+        generator_bytes=machine.generator_bytes,
+        runs=runs,
+    )
+    a_second = made.nominal_forward_s / forward_s if forward_s else 1.0
+    return replace(made, costs=tuple(_cost_of(units, unit, one / a_second) for unit, (one, _) in enumerate(made.nominal_s)))
+
+
+def _size_of(units: Units, unit: int) -> UnitBytes:
+    """Return the bytes that a unit saves; those of its runs are not known alone."""
+    trace, given = units.trace, {*units.units[unit].inputs}
+    saved = {one for save in units.saves_in(unit) if save.dropped is None for one in save.storages if one >= 0}
+    inside = saved - trace.fixed - given - {*units.units[unit].outputs}
+    return UnitBytes(
+        saved=frozenset(saved & given),
+        left=frozenset(),
+        captured=frozenset(),
+        inside_bytes=sum(trace.storage_bytes[one] for one in inside),
+        **dict.fromkeys(_UNKNOWN, 0),
+        has_backward=bool(saved),
+    )
+
+
+_UNKNOWN = (
+    "drop_peak_bytes", "full_peak_bytes", "truncated_peak_bytes", "exit_bytes", "look_bytes", "state_bytes",
+    "copied_bytes", "settle_bytes", "recast_bytes", "graph_bytes",
+)  # fmt: skip
+
+
+def _cost_of(units: Units, unit: int, seconds: float) -> UnitCosts:
+    return UnitCosts(
+        seconds=seconds,
+        seconds_truncated=seconds,
+        seconds_backward=2 * seconds,
+        flops=units.flops(unit),
+        flops_truncated=units.flops_truncated(unit),
+    )
