@@ -25,7 +25,8 @@ from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles import profiling, step_seconds
 from torchremat.planning.profiles.grain import find_units
-from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
+from torchremat.planning.profiles.profile_pair import ProfilePair
+from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.profiles.reading import UnitCosts
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.step_seconds import SteppingSeconds

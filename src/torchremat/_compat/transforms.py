@@ -107,6 +107,9 @@ _enter_batch: Callable[[], int] = _bind("_C._vmapmode_increment_nesting")
 _leave_batch: Callable[[], int] = _bind("_C._vmapmode_decrement_nesting")
 
 
+is_batched: Callable[[Tensor], bool] = _bind("_C._functorch.is_legacy_batchedtensor")
+
+
 def is_in_batch() -> bool:
     """Return whether a backward for several gradients at once is running (`is_grads_batched`)."""
     depth = _enter_batch()  # one more than before

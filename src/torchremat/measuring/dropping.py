@@ -40,7 +40,5 @@ def never(packed: object) -> Tensor:
         return packed  # See NOTE [ What is traced in a region ]
     raise StepError(
         "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
-        "plan. A step that differentiates a gradient, `torch.autograd.grad(..., create_graph=True)`, for forces or a "
-        "gradient penalty, is not planned: `wrap(model, Block)` recomputes what both graphs save, and "
-        "`with offload(store)` around the step stores it."
+        "plan. A gradient on which the loss depends is taken with `torch.autograd.grad`."
     )

@@ -11,13 +11,13 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
-from torchremat.errors import DeviceWarning, UnsupportedError, warn
+from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.bounds.plain_step import ABOVE, PlainStep, Unseen, plain_step
+from torchremat.planning.bounds.plain_step import ABOVE, TAKES_GRADIENTS, PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, check_budget
 from torchremat.planning.devices.device import device_of
 from torchremat.planning.devices.fakes import torch_device
@@ -28,6 +28,7 @@ from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import measure_optimizer, state_made
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.run_profile import not_by_runs
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.results.plan_data import PlainSource
 from torchremat.planning.searches.search import Search
@@ -46,13 +47,6 @@ ROOM_BYTES = 4096
 
 # The reported share of the search when the plan is found, and only the lowest peak is still sought.
 SOLVING_SHARE = 0.75
-
-# Why a step that takes gradients itself has no certificate, and gets no stores.
-TAKES_GRADIENTS = "the step takes gradients itself, and was planned by running it: what its backwards read was not seen"
-NOT_STORED = (
-    "stores=: the step takes gradients itself (`torch.autograd.grad` in it), and a plan recomputes there, and stores "
-    "nothing. Put `with torchremat.offload(store)` around the step, also under the plan: it stores what both graphs save."
-)
 
 
 class ProfiledStep:
@@ -100,7 +94,10 @@ class ProfiledStep:
             pair, self._leader = agreed.pair, agreed.largest if reference is None else reference._leader
             stores = self.options.stores
             if stores and pair.blocks.runs is not None:
-                raise UnsupportedError(NOT_STORED)
+                raise not_by_runs(
+                    "Such a plan stores nothing: leave out `stores=`, and put `with torchremat.offload(store)` around "
+                    "the step, also under the plan, which stores what both graphs save."
+                )
             store_profiles = weighed(self.model, self.subject, pair, stores, self._peers)
             self.parameters = placed.parameter_bytes(stepping, pair.blocks.units.trace)
         if self._machine.notice:
@@ -108,7 +105,9 @@ class ProfiledStep:
         self.profile: Profile = pair.blocks
         with placed.profiling():
             if self.profile.runs is None:
-                self.solver: Search | RunSearch = Search(pair, self.options, store_profiles, search_budget=search_budget)
+                self.solver: Search | RunSearch = Search(
+                    pair, self.options, store_profiles, search_budget=search_budget
+                )
             else:
                 self.solver = RunSearch(pair, self.options, search_budget=search_budget)
 

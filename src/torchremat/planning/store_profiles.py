@@ -23,7 +23,7 @@ from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.peers.agreement import most
 from torchremat.planning.peers.peers import Peers
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
 from torchremat.planning.stepping import StepStores

@@ -130,12 +130,12 @@ class Call:
         self.cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self.frozen_values: dict[object, list[Frozen]] | None = None
 
-    def again(self, body: Body, region: ReferenceType[object], **more: object) -> Call:
-        """Return a call of another body in the same state, with more keyword arguments."""
-        args, kwargs = cast("tuple[object, dict[str, object]]", self.template)
-        made = Call(body, (args, {**kwargs, **more}), [*self.sources], region)
+    def again(self, body: Body, region: ReferenceType[object]) -> Call:
+        """Return the same call of another region, which saves nothing there, with another body around its own."""
+        made = Call(body, self.template, self.sources, region)
         for name in _STATE:
             setattr(made, name, getattr(self, name))
+        made.slots = 0
         return made
 
     @property

@@ -37,9 +37,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType, ref
 
@@ -55,18 +57,28 @@ from torchremat._compat.autograd import (
     is_followed,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    sequence_number,
 )
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.modes import Began, modes_now
-from torchremat._compat.transforms import is_in_batch, is_transformed
+from torchremat._compat.transforms import is_batched, is_transformed
 from torchremat.ambient.global_state import ambient_state
-from torchremat.regions.differentiated import Behind, Differentiated, Gradients, Made, Place, nodes_behind
+from torchremat.regions.calls import Call, Source
+from torchremat.regions.differentiated import (
+    Behind,
+    Differentiated,
+    Gradients,
+    Output,
+    Place,
+    RunAgain,
+    nodes_behind,
+)
 from torchremat.regions.hooks import Waiting, unpack
 from torchremat.regions.sessions import active_session
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
-from torchremat.tensors.structure import split
+from torchremat.tensors.structure import split, tensors_in
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack
@@ -96,49 +108,105 @@ class Differentiable(Waiting):
         """The hook for what its running call saves."""
 
 
+_grad_fn: Callable[[Tensor], Node | None] = attrgetter("grad_fn")
+
+
+def nodes_of(output: object) -> Iterator[Node | None]:
+    """Return the nodes of the tensors in an output."""
+    return map(_grad_fn, (output,) if type(output) is Tensor else tensors_in(output))
+
+
 class Arrivals:
-    """Waits for the gradients that arrive in a region while the graph of a gradient is built.
+    """The nodes that a region makes. Waits for the gradients that arrive there while a backward builds a graph.
 
     Args:
         region: The region.
-        made: The nodes that its call has made.
-        outputs: Those that have made its outputs, by number of the output.
+
+    Attributes:
+        thread: The thread that makes the nodes.
     """
 
-    __slots__ = ("__weakref__", "_building", "_made", "_region")
+    __slots__ = ("__weakref__", "_building", "_others", "_region", "_spans", "thread")
 
-    def __init__(self, region: Differentiable, made: Made, outputs: dict[int, Node]) -> None:
+    def __init__(self, region: Differentiable) -> None:
         self._region = ref(region)
-        self._made = made
         self._building: ReferenceType[Derivative] | None = None
-        waiting = thread.now.arriving
-        if waiting is None:
-            self._wait(outputs)
-        else:
-            waiting.append(partial(self._wait, outputs))
+        self._spans: list[tuple[int, int]] = []  # the numbers of nodes, first and last, of each call
+        self._others: list[Node] = []  # that have made inputs: another thread gives the same numbers once more
+        self.thread = get_ident()
 
-    def _wait(self, outputs: dict[int, Node]) -> None:
-        for number, node in outputs.items():
-            node.register_prehook(partial(self._arrive, number))
+    def begins(self, inputs: Sequence[Tensor] = (), sources: Sequence[Source] = ()) -> Arrivals:
+        """Note that a call begins, and return itself.
 
-    def _arrive(self, number: int, gradients: Gradients) -> None:
+        Args:
+            inputs: Its inputs.
+            sources: Where each of them comes from: some may be outputs of earlier calls.
+        """
+        now = sequence_number()
+        own = [one for one, to in zip(inputs, sources, strict=True) if type(to) is int] if self._spans else inputs
+        self._spans.append((now, now))
+        self.given(own)
+        return self
+
+    def given(self, inputs: Sequence[Tensor]) -> None:
+        """Note tensors that none of the nodes has made."""
+        first, _ = self._spans[0]
+        for one in inputs:
+            if (node := one.grad_fn) is not None and node._sequence_nr() >= first:
+                self._others.append(node)
+
+    def has(self, node: Node | None) -> bool:
+        """Return whether a node is one of those that the region has made, by its number."""
+        if node is None:
+            return False
+        number = node._sequence_nr()
+        for first, end in self._spans:
+            if first <= number < end:
+                return node not in self._others
+        return False
+
+    def ended(self, call: int, outputs: Iterable[Node | None]) -> Arrivals:
+        """Note that a call has ended, wait for the gradients of its outputs, if it has made them, and return itself.
+
+        Args:
+            call: The number of the call.
+            outputs: The node of each output.
+        """
+        self._spans[-1] = self._spans[-1][0], sequence_number()
+        deriving, found = thread.now.deriving, []
+        for place, node in enumerate(outputs):
+            if node is None or node in found or not self.has(node):
+                continue
+            found.append(node)
+            wait = partial(self._arrive, (call, place))
+            if deriving is None:
+                node.register_prehook(wait)
+            else:
+                deriving.arriving.append(partial(node.register_prehook, wait))
+        return self
+
+    def _arrive(self, output: Output, gradients: Gradients) -> None:
         if torch.is_grad_enabled():
-            self._take(number, gradients)
+            self._take(output, gradients)
 
-    @outside_graphs  # compiled autograd traces hooks, and would stop between the two calls that ask for a batch
-    def _take(self, number: int, gradients: Gradients) -> None:
-        if is_in_batch() or is_transformed() or active_session() is not None:
+    @outside_graphs  # compiled autograd traces hooks
+    def _take(self, output: Output, gradients: Gradients) -> None:
+        if (
+            is_transformed()
+            or active_session() is not None
+            or any(one is not None and is_batched(one) for one in gradients)
+        ):
             return
         region, node = self._region(), current_node()
-        if region is None or node is None or len(region.calls) != 1 or region.is_running:
+        if region is None or node is None or region.is_running:
             return
         building = self._now()
         if building is None:
-            building = Derivative(region, self._made)
+            building = Derivative(region, self)
             self._building = ref(building)
             # The backward keeps it, also if it raises: its context may lead to the graph.
             at_end_of_backward(building.end)
-        building.begin(number, node, gradients)
+        building.begin(output, node, gradients)
 
     def asked(self, find: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that the running node asks for, and let the derivative pack what it then saves."""
@@ -162,7 +230,7 @@ class Derivative:
 
     Args:
         region: The region.
-        made: The nodes that its call has made.
+        made: The nodes that it has made.
 
     Attributes:
         pack: Its hook.
@@ -170,29 +238,34 @@ class Derivative:
     """
 
     __slots__ = (
-        "__weakref__", "_body", "_call", "_edges", "_handles", "_has_sums", "_leaving", "_lowest", "_made", "_own",
-        "_places", "_region", "_taken", "_template", "_terms", "pack", "task",
+        "__weakref__", "_body", "_call", "_edges", "_gradients", "_handles", "_has_sums", "_leaving", "_lowest",
+        "_made", "_outputs", "_own", "_places", "_region", "_taken", "_terms", "pack", "task",
     )  # fmt: skip
 
-    def __init__(self, region: Differentiable, made: Made) -> None:
-        call = region.calls[0]
+    def __init__(self, region: Differentiable, made: Arrivals) -> None:
         self.task = current_graph_task()
         # No policy, since none has been asked for the backward.
         settings = replace(region.settings, policy=None, observer=None, cuts=())
         make = cast("Callable[[Settings, str], Differentiable]", type(region))
-        self._region = make(settings, f"the derivative of {region.name(0)}")
-        self._region.held += region.held
-        self._region.began = modes_now()
-        if self._region.fingerprints is not None:
-            self._region.fingerprints = Fingerprints(call.world.copied())  # the forward may have kept them as they are
-        self.pack = self._region.pack
-        self._body = Differentiated(call.body, ambient_state(), region.name(0))
-        self._template: dict[Place, object] = {}
-        self._call = call.again(self._body, ref(self._region), **{self._body.name: self._template})
-        self._region.calls.append(self._call)
+        name = region.name(0)
+        self._region = own = make(settings, f"the derivative of {name}")
+        own.held += region.held
+        own.began = modes_now()
+        if own.fingerprints is not None:  # the forward may have kept what has other values in each run
+            own.fingerprints = Fingerprints([one for call in region.calls for one in call.world.copied()])
+        self.pack = own.pack
+        self._body = Differentiated(region.calls[:], name)
+        self._outputs: dict[Output, object] = {}
+        self._gradients: dict[Place, object] = {}
+        template = (), {"outputs": self._outputs, "gradients": self._gradients}
+        self._call = Call(self._body, template, [], ref(own))
+        self._call.ambient_state, self._call.context = ambient_state(), region.calls[-1].context
+        own.calls += [call.again(RunAgain(call.body, self._body), ref(own)) for call in region.calls]
+        own.calls.append(self._call)
         self._made = made
-        made.given(call.captured_graphs())
-        self._own = Made()
+        made.given([one for call in region.calls for one in call.captured_graphs()])
+        self._own = Arrivals(own)
+        self._own.begins()
         # By number of a node: where it is found, and where its gradients go, None for those that leave the region.
         self._places: dict[int, Place] = {}
         self._edges: dict[int, list[tuple[int, int] | None]] = {}
@@ -204,8 +277,10 @@ class Derivative:
         self._has_sums = False
         self._handles: list[RemovableHandle] = []
 
-    def begin(self, number: int, node: Node, gradients: Gradients) -> None:
+    def begin(self, output: Output, node: Node, gradients: Gradients) -> None:
         """Take the gradients for an output's node, and watch the nodes that they reach."""
+        if node._sequence_nr() in self._places:
+            return  # reached from another output, it is watched
         made, behind = self._made, Behind([], [])
 
         def look(_: int, one: Node) -> list[bool]:
@@ -216,13 +291,15 @@ class Derivative:
             return behind.inside[-1]
 
         nodes = nodes_behind(node, look)
-        self._body.behind[number] = behind
-        self._take((number, 0), node._sequence_nr(), gradients)
+        self._body.behind[output] = behind
+        self._outputs[output] = split(_NOTHING, [_NOTHING] * len(self._call.sources), [])
+        self._call.sources.append(output)
+        self._take((output, 0), node._sequence_nr(), gradients)
         watch: ReferenceType[Derivative] = ref(self)
         for place, one in enumerate(nodes):
             key = one._sequence_nr()
             if key not in self._places:
-                self._places[key] = number, place
+                self._places[key] = output, place
                 self._edges[key] = [
                     (following._sequence_nr(), at) if is_inside and following is not None else None
                     for (following, at), is_inside in zip(one.next_functions, behind.inside[place], strict=True)
@@ -266,7 +343,7 @@ class Derivative:
     def _take(self, place: Place, key: int, gradients: Gradients) -> None:
         call, held = self._call, self._region.held
         tensors: list[Tensor] = [_NOTHING] * len(call.sources)  # its other arguments
-        self._template[place] = split(gradients, tensors, [])
+        self._gradients[place] = split(gradients, tensors, [])
         given = tensors[len(call.sources) :]
         self._own.given(given)
         call.sources += range(len(held), len(held) + len(given))
@@ -281,7 +358,7 @@ class Derivative:
         # Numbers of another thread's nodes say nothing of where these are, nor in which order they run.
         is_ordered = self._lowest >= 0 and self._made.thread == self._own.thread
         if self._region.slots and is_ordered and not self._has_sums:
-            self._region.arrivals = Arrivals(self._region, self._own, self._own.end(self._leaving))
+            self._region.arrivals = self._own.ended(len(self._region.calls) - 1, self._leaving)
 
 
 def _begins(watch: ReferenceType[Derivative], key: int, gradients: Gradients) -> None:

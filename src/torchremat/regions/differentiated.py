@@ -1,16 +1,15 @@
-"""The call of a derivative: the forward of a region, and a backward through it, run again.
+"""The calls of a derivative: those of a region, and the backward through them.
 
 See NOTE [ The derivative of a region ].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import compress
-from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,69 +20,23 @@ from torchremat._compat.autograd import (
     notes_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    sequence_number,
     top_saved_tensor_hooks,
 )
-from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.errors import CheckpointError, UnsupportedError
-from torchremat.regions.calls import Body
-from torchremat.regions.threads import thread
-from torchremat.tensors.structure import tensors_in
+from torchremat.regions.calls import Body, Call
+from torchremat.regions.restoring import exchange_of
+from torchremat.regions.threads import Deriving, thread
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack, Unpack
 
 Gradients = tuple[Tensor | None, ...]
 
-Place = tuple[int, int]
-"""A node: the number of the output from which it is found, and its place among the nodes behind that one."""
+Output = tuple[int, int]
+"""An output of a region: the number of the call, and its place among the tensors that this returns."""
 
-
-class Made:
-    """The nodes that a region makes in its first run, in this thread from now on.
-
-    Args:
-        inputs: The inputs of the region.
-
-    Attributes:
-        thread: The thread that makes them.
-    """
-
-    __slots__ = ("_end", "_first", "_others", "thread")
-
-    def __init__(self, inputs: Sequence[Tensor] = ()) -> None:
-        self._first = self._end = sequence_number()
-        self._others: list[Node] = []  # another thread has made these for inputs, and each numbers its own
-        self.thread = get_ident()
-        self.given(inputs)
-
-    def given(self, inputs: Sequence[Tensor]) -> None:
-        """Note what has made inputs."""
-        for one in inputs:
-            if (node := one.grad_fn) is not None and node._sequence_nr() >= self._first:
-                self._others.append(node)
-
-    def has(self, node: Node | None) -> bool:
-        """Return whether a node is one of them, by its number."""
-        return node is not None and self._first <= node._sequence_nr() < self._end and node not in self._others
-
-    def end(self, outputs: Sequence[Node | None]) -> dict[int, Node]:
-        """Return the nodes that have made outputs, each with the number of the first output of it: the run has ended.
-
-        Args:
-            outputs: The node of each output, or None.
-        """
-        self._end = sequence_number()
-        found: dict[Node, int] = {}
-        for number, node in enumerate(outputs):
-            if node is not None and self.has(node):
-                found.setdefault(node, number)
-        return {number: node for node, number in found.items()}
-
-
-def nodes_of(output: object) -> list[Node | None]:
-    """Return the nodes of the tensors in an output."""
-    return [one.grad_fn for one in ((output,) if type(output) is Tensor else tensors_in(output))]
+Place = tuple[Output, int]
+"""A node: the output from which it is found, and its place among the nodes behind that one."""
 
 
 class Behind(NamedTuple):
@@ -115,52 +68,80 @@ def nodes_behind(node: Node, inside: Callable[[int, Node], Sequence[bool]]) -> l
     return order
 
 
-class Differentiated:
-    """The body of a derivative: runs the forward of a region, and a backward through it.
+class RunAgain:
+    """The body of a call that a derivative runs again: what it saves is there for the backward after it.
 
     Args:
         body: The body of the region's call.
-        ambient: The state around the backward.
-        words: The name of the region, for messages.
+        derivative: What identifies the derivative.
 
     Attributes:
         body: See above.
-        name: The name of the gradients among its keyword arguments, which no other argument has.
-        behind: What gradients pass, by number of an output.
+    """
+
+    __slots__ = ("_derivative", "body")
+
+    def __init__(self, body: Body, derivative: object) -> None:
+        self.body = body
+        self._derivative = derivative
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the body."""
+        now = thread.now
+        deriving = now.deriving = now.deriving or Deriving()
+        unpack = deriving.unpacks.get(self._derivative)
+        if unpack is None:
+            unpack = deriving.unpacks[self._derivative] = _ForDerivative(*_top_hooks())
+        push_saved_tensor_hooks(Tensor.detach, unpack)
+        try:
+            return self.body(*args, **kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+
+
+class Differentiated:
+    """The body of the last call of a derivative: runs a backward through the calls before it.
+
+    Args:
+        calls: The calls of the region: what nodes written in Python read is as it was then.
+        words: The name of the region, for messages.
+
+    Attributes:
+        behind: What gradients pass, by output.
         saving: The nodes that save for the derivative.
     """
 
-    __slots__ = ("_ambient", "_words", "behind", "body", "name", "saving")
+    __slots__ = ("_calls", "_words", "behind", "saving")
 
-    def __init__(self, body: Body, ambient: AmbientState, words: str) -> None:
-        self.body = body
-        self.name = f"gradients of {body.name}" if isinstance(body, Differentiated) else "gradients of the outputs"
-        self.behind: dict[int, Behind] = {}
+    def __init__(self, calls: Sequence[Call], words: str) -> None:
+        self._calls = calls
+        self.behind: dict[Output, Behind] = {}
         self.saving: set[Place] = set()
-        self._ambient = ambient
         self._words = words
 
-    def __call__(self, *args: object, **kwargs: object) -> list[Tensor]:
+    def __call__(self, outputs: dict[Output, Tensor], gradients: dict[Place, Gradients]) -> list[Tensor]:
         """Return the gradients that leave the region.
 
         Args:
-            args: The arguments of the region's call.
-            kwargs: Its keyword arguments, and as `name` the gradients that arrive, by the node that they are for.
+            outputs: The outputs at which gradients arrive.
+            gradients: The gradients that arrive, by the node that they are for.
         """
-        gradients = cast("dict[Place, Gradients]", kwargs.pop(self.name))
-        hooks = top_saved_tensor_hooks(True)
-        assert hooks is not None
-        again = _ForDerivative(*hooks)
-        # What the forward saves is there for the backward alone, whose saves are those that are waited for.
+        deriving = thread.now.deriving
+        assert deriving is not None
+        again = deriving.unpacks.pop(self)
+        assert isinstance(again, _ForDerivative)
+        # Those of another derivative, if this is one of the calls that it runs again.
         push_saved_tensor_hooks(Tensor.detach, again)
         try:
-            with _arriving():
-                outputs = tensors_in(self.body(*args, **kwargs))
-                backward = self._backward(outputs, gradients, again.saving)
+            run = self._backward(outputs, gradients, again.saving)
+            waits, deriving.arriving = deriving.arriving, []
+            for wait in waits:
+                wait()
             with ExitStack() as stack:
-                if not self._ambient.are_here():
-                    self._ambient.restore(stack, ambient_state())
-                return backward()
+                for call in self._calls:
+                    if (exchange := exchange_of(call)) is not None:
+                        stack.callback(exchange.close)
+                return run()
         finally:
             pop_saved_tensor_hooks()
 
@@ -192,14 +173,14 @@ class Differentiated:
         return found
 
     def _backward(
-        self, outputs: list[Tensor], gradients: dict[Place, Gradients], saving: set[Node]
+        self, outputs: dict[Output, Tensor], gradients: dict[Place, Gradients], saving: set[Node]
     ) -> Callable[[], list[Tensor]]:
         """Return a function that runs the backward, and returns the gradients that leave the region."""
         nodes: dict[Place, Node] = {}
         passes: dict[Node, tuple[list[bool], list[bool]]] = {}
-        for number, behind in self.behind.items():
-            for place, one in enumerate(self._found_again(outputs[number], behind)):
-                nodes[number, place] = one
+        for output, behind in self.behind.items():
+            for place, one in enumerate(self._found_again(outputs[output], behind)):
+                nodes[output, place] = one
                 passes.setdefault(one, (behind.inside[place], behind.followed[place]))
         saving |= {nodes[place] for place in self.saving}
         goes_on = {node for node, (_, followed) in passes.items() if any(followed)}
@@ -228,25 +209,18 @@ class Differentiated:
         return run
 
 
-@contextmanager
-def _arriving() -> Generator[None]:
-    """Let what is made in the block wait for gradients when it has ended."""
-    now = thread.now
-    had, now.arriving = now.arriving, []
-    try:
-        yield
-        for wait in now.arriving:
-            wait()
-    finally:
-        now.arriving = had
-
-
 def _instead(arrived: Gradients, _: Gradients) -> Gradients:
     return arrived
 
 
 def _leave(leaving: list[Tensor], inside: list[bool], gradients: Gradients, _: Gradients) -> None:
     leaving += [one for one, is_inside in zip(gradients, inside, strict=False) if not is_inside and one is not None]
+
+
+def _top_hooks() -> tuple[Pack, Unpack]:
+    hooks = top_saved_tensor_hooks(True)
+    assert hooks is not None
+    return hooks
 
 
 class _ForDerivative:

@@ -53,10 +53,9 @@ from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, CallArguments
 from torchremat.regions.decisions import check_met
-from torchremat.regions.derivatives import Arrivals, Differentiable
+from torchremat.regions.derivatives import Arrivals, Differentiable, nodes_of
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
-from torchremat.regions.differentiated import Made, nodes_of
 from torchremat.regions.hooks import noted, told, unpack
 from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.rules import first_filled
@@ -148,7 +147,7 @@ class Region(Differentiable):
         pack, back, run, choosing = self._pack, unpack, body, None
         if observer is not None or choose is not None or settings.debug or self.fingerprints is not None:
             pack, back, run, choosing = self._watched(call, number, tensors, choose)
-        made = Made(tensors) if self.derives and last and not number else None
+        arrivals = (self.arrivals or Arrivals(self)).begins(tensors, call.sources) if self.derives else None
         del tensors, given
         self.calls.append(call)
         now = thread.now
@@ -182,8 +181,8 @@ class Region(Differentiable):
                 now.unshare()
         if not last:
             self.made(output, number)
-        elif made is not None and self.slots:
-            self.arrivals = Arrivals(self, made, made.end(nodes_of(output)))
+        if arrivals is not None and (self.slots or not last):
+            self.arrivals = arrivals.ended(number, nodes_of(output))
         return output
 
     def cut(self, calls: int, saves: int) -> None:

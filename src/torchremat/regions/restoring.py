@@ -99,9 +99,8 @@ class Restored:
             if not is_here or call.generators or call.captured is not None:
                 self._stack = ExitStack()
                 self._enter(self._stack, call, is_here)
-            world = call.world if call.cells is None else _of_cells(*call.cells)
-            if world is not NOTHING:
-                self._exchange = Exchange(world, without_gradients=without_gradients)
+            self._exchange = exchange_of(call, without_gradients=without_gradients)
+            if self._exchange is not None:
                 self.written = self._exchange.written or None
         except BaseException:
             self.close()
@@ -130,6 +129,12 @@ class Restored:
                 self._stack.close()
             if self._here is not None and not self._here.are_the_same():
                 self._here.put_back()
+
+
+def exchange_of(call: Call, *, without_gradients: bool = False) -> Exchange | None:
+    """Show what a call could reach, as it was, until the exchange is closed; None if nothing needs to be shown."""
+    world = call.world if call.cells is None else _of_cells(*call.cells)
+    return None if world is NOTHING else Exchange(world, without_gradients=without_gradients)
 
 
 def _of_cells(cells: tuple[CellType, ...], contents: list[object]) -> Snapshot:

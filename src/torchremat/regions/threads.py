@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 from weakref import ReferenceType
 
 import torch
@@ -50,6 +50,19 @@ class Carried:
     is_reentrant: bool
 
 
+@dataclass(slots=True, eq=False)
+class Deriving:
+    """What a recompute of a derivative passes on. See NOTE [ The derivative of a region ].
+
+    Attributes:
+        arriving: What begins to wait for gradients, once the next backward has put its own in the places of some.
+        unpacks: By derivative, the hook for what the calls before its backward have saved.
+    """
+
+    arriving: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+    unpacks: dict[object, Callable[[Any], Tensor]] = field(default_factory=dict[object, Callable[[Any], Tensor]])
+
+
 class Now:
     """The state around the running code. A recompute begins with an empty one. See Rule 3.
 
@@ -64,14 +77,13 @@ class Now:
             nothing.
         plain: Whether calls that would become regions are plain calls. Kept by `plainly`.
         frozen: The values that the rerunning call froze in its forward, by name.
-        arriving: What begins to wait for gradients, once a derivative has put its own in the places of some; None
-            outside of its forward. See NOTE [ The derivative of a region ].
+        deriving: What the running recompute of a derivative passes on to its backwards; None outside of one.
         moved: The generators that kept draws have moved in the running recompute, with their earlier states.
         is_shared: Whether backwards that are called now see it. See NOTE [ In which thread a backward runs ].
     """
 
     __slots__ = (
-        "arriving", "calls", "carried", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing",
+        "calls", "carried", "deriving", "frozen", "inner", "is_partial", "is_shared", "moved", "plain", "recomputing",
         "scopes", "selecting",
     )  # fmt: skip
 
@@ -85,7 +97,7 @@ class Now:
         self.inner: Iterator[ReferenceType[Selection]] | None = None
         self.plain = False
         self.frozen: Mapping[object, Iterator[Frozen]] = _NOTHING_FROZEN
-        self.arriving: list[Callable[[], None]] | None = None
+        self.deriving: Deriving | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
         self.is_shared = False
 

@@ -25,10 +25,12 @@ from torchremat.planning.layout import check_bare
 from torchremat.planning.peers.peers import Peers, peers_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
+from torchremat.planning.profiles.run_profile import not_by_runs
 from torchremat.planning.results.descriptions import plan_of
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.trials import RunSearch
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
@@ -145,9 +147,7 @@ class _Planned:
             if one.ends is not None
         }
         self._sums = {
-            one.stage: Sums(
-                one.module, one.step, self._planners[one.stage].solver.pair_in_parts, site.microbatches
-            ).predict
+            one.stage: Sums(one.module, one.step, self._search(one.stage).pair_in_parts, site.microbatches).predict
             for one in site.samples
             if one.added
         }
@@ -155,7 +155,10 @@ class _Planned:
         self._resident_bytes = resident(site.device)  # now that the workspaces of all stages are there
 
     def _search(self, stage: int) -> Search:
-        return self._planners[stage].solver
+        found = self._planners[stage].solver
+        if isinstance(found, RunSearch):
+            raise not_by_runs("A stage of a pipeline does not run alone: take gradients outside of the pipeline.")
+        return found
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:

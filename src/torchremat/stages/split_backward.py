@@ -22,7 +22,7 @@ from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.storages import address_of
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
 from torchremat.planning.searches.granularity import Mixtures

@@ -27,7 +27,7 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
 from torchremat.planning.devices.machines import Here
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watched_step import watch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from torchremat.planning.bounds.plain_step import PlainStep, Unseen
+from torchremat.planning.bounds.plain_step import TAKES_GRADIENTS, PlainStep, Unseen
 from torchremat.planning.bounds.relaxation import Relaxation, regions_of, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
@@ -196,7 +196,7 @@ def _certificate(
         else:
             everything = min(found, cost)
         if nested is None:
-            missing.append(_NO_CHAIN)
+            missing += [_NO_CHAIN] if TAKES_GRADIENTS not in missing else []
         elif math.isinf(found := least_cost(nested.chain, limit_bytes + nested.slack_bytes)):
             missing.append(_NO_TREE)
         else:

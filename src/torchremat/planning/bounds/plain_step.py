@@ -38,6 +38,7 @@ ABOVE = (
     "a step without any recompute, which shows what backward reads, needs more than the budget; for a budget that is a "
     "share of its peak it is run"
 )
+TAKES_GRADIENTS = "the step takes gradients itself, and was planned by running it under each plan"
 _LOOPED = "the step runs a `torchremat.loop`, which recomputes by itself"
 _COMPILED = "the step runs compiled code, of which no operators are seen"
 

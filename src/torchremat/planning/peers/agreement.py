@@ -18,7 +18,8 @@ from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.parameter_bytes import ParameterBytes
 from torchremat.planning.peers.peers import SAME_STEP, Peers
 from torchremat.planning.profiles.optimizers import OptimizerBytes
-from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
+from torchremat.planning.profiles.profile_pair import ProfilePair
+from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.profiles.reading import Profile, UnitCosts
 from torchremat.planning.profiles.step_seconds import SteppingSeconds
 from torchremat.planning.simulator.offload_choices import Parcel

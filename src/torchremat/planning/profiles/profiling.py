@@ -13,6 +13,8 @@ last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of
     5. watched       as 2, with the modules around units instead of them, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 
+A step that takes gradients itself is not watched: its runs tell what it needs, see `step_runs`.
+
 Where a watched step cannot tell whether units repeat their forward, a forward more tries them, see `replayability`: all
 of them, before any is watched, if some do not, if memory is short, or if several processes train the model.
 """
@@ -26,7 +28,7 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from torchremat.errors import UnsupportedError, bug
+from torchremat.errors import bug
 from torchremat.measuring.communication import has_first_buckets
 from torchremat.measuring.exhaustion import IfItFits, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
@@ -38,8 +40,9 @@ from torchremat.planning.layout import check_bare
 from torchremat.planning.peers.peers import Peers, check_same_calls
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.run_profile import profile_by_runs
+from torchremat.planning.profiles.run_profile import not_by_runs, profile_by_runs
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.splitting import Way, are_few, names_within, peaks_of, split_by, ways_of
 from torchremat.planning.profiles.traces import Trace
@@ -51,33 +54,6 @@ from torchremat.regions.settings import Check
 from torchremat.schedules.chain import Tree
 
 T = TypeVar("T")
-
-ALONE = (
-    "the step takes gradients itself (`torch.autograd.grad` in it), and is planned by running it, which several processes "
-    "that train one model would have to do together. Say by `wrap(model, Block)` what is recomputed."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfilePair:
-    """The coarse profile of a step, the fine one if units can be split, and one of the modules around the units.
-
-    The first two make mixtures, see `granularity`; the last is used as it is.
-    """
-
-    blocks: Profile
-    leaves: Profile | None
-    around: Profile | None = None
-
-    @property
-    def all(self) -> tuple[Profile, ...]:
-        """Those that there are."""
-        return tuple(one for one in (self.blocks, self.leaves, self.around) if one is not None)
-
-    def each(self, make: Callable[[Profile], Profile]) -> ProfilePair:
-        """Return the same with another profile for each, so that none is left out."""
-        leaves, around = (None if one is None else make(one) for one in (self.leaves, self.around))
-        return ProfilePair(blocks=make(self.blocks), leaves=leaves, around=around)
 
 
 def profile_subject(
@@ -193,17 +169,18 @@ class _Profiling:
     def by_runs(self, units: Units, finest: Units) -> ProfilePair:
         """Return the profiles of a step that takes gradients itself."""
         if self.peers.are_several:
-            raise UnsupportedError(ALONE)
+            raise not_by_runs(
+                "Processes that train one model cannot do that yet: say by `wrap(model, Block)` what is recomputed."
+            )
         blocks = profile_by_runs(self.model, self.subject, units, self.machine)
         blocks = replace(blocks, optimizer=self.optimizer())
-        outer = units_around(units)
-        leaves, around = (
-            None
-            if one is None or one is units or self.some_fail(one)
-            else replace(profile_by_runs(self.model, self.subject, one, self.machine, blocks.runs), optimizer=blocks.optimizer)
-            for one in (finest if are_few(finest) else None, outer)
-        )
-        return ProfilePair(blocks=blocks, leaves=leaves, around=around)
+
+        def beside(others: Units | None) -> Profile | None:
+            if others is None or others is units or not are_few(others) or self.some_fail(others):
+                return None
+            return profile_by_runs(self.model, self.subject, others, self.machine, blocks)
+
+        return ProfilePair(blocks=blocks, leaves=beside(finest), around=beside(units_around(units)))
 
     def also(self, units: Units, way: Way, seconds: ForwardSeconds | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if it does not fit in some process."""

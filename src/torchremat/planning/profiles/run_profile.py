@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.profiles.reading import Profile, UnitCosts
@@ -14,8 +15,16 @@ from torchremat.planning.profiles.units import Units
 from torchremat.planning.simulator.points import Lifetimes, UnitBytes
 
 
+def not_by_runs(why: str) -> UnsupportedError:
+    """Return the error for a step that takes gradients itself, where it cannot be planned by running it."""
+    return UnsupportedError(
+        f"the step takes gradients itself (`torch.autograd.grad` in it), and is planned by running it under each plan. "
+        f"{why}"
+    )
+
+
 def profile_by_runs(
-    model: nn.Module, subject: Subject, units: Units, machine: Machine, plain: StepRuns | None = None
+    model: nn.Module, subject: Subject, units: Units, machine: Machine, beside: Profile | None = None
 ) -> Profile:
     """Return the profile of a step that takes gradients itself: what a tree needs is what its run needs.
 
@@ -26,9 +35,9 @@ def profile_by_runs(
         subject: The step.
         units: The units.
         machine: Where it runs.
-        plain: Runs of the step over other units.
+        beside: The profile of the same step over other units, if known.
     """
-    runs = StepRuns(model, subject, units, machine, plain)
+    runs = StepRuns(model, subject, units, machine, None if beside is None else beside.runs)
     with subject.untouched():
         before = subject.before(machine.device)
     sizes = tuple(_size_of(units, unit) for unit in range(len(units.units)))
@@ -46,12 +55,14 @@ def profile_by_runs(
         forward_seconds=forward_s,
         before=before,
         device=machine.device,
+        optimizer=None if beside is None else beside.optimizer,
         overheads=machine.overheads(),
         generator_bytes=machine.generator_bytes,
         runs=runs,
     )
-    a_second = made.nominal_forward_s / forward_s if forward_s else 1.0
-    return replace(made, costs=tuple(_cost_of(units, unit, one / a_second) for unit, (one, _) in enumerate(made.nominal_s)))
+    scale = forward_s / made.nominal_forward_s if made.nominal_forward_s else 0.0
+    costs = [_cost_of(units, unit, scale * nominal_s) for unit, (nominal_s, _) in enumerate(made.nominal_s)]
+    return replace(made, costs=tuple(costs))
 
 
 def _size_of(units: Units, unit: int) -> UnitBytes:

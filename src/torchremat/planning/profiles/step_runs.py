@@ -131,16 +131,16 @@ class StepRuns:
     def _run(self, tree: Tree) -> StepRun:
         with self._subject.untouched():
             before = self._subject.before(self._machine.device)
-            with self._machine.record() as recorder:
-                with (
-                    self._installed(tree),
-                    module_stack(self._subject.models, partial(_entered, recorder.mark)),
-                ):
-                    start = recorder.mark("start")
-                    loss = self._subject.forward()
-                    backward = recorder.mark("end of forward")
-                    run_backward(loss)
-                    recorder.mark("end")
+            with (
+                self._machine.record() as recorder,
+                self._installed(tree),
+                module_stack(self._subject.models, partial(_entered, recorder.mark)),
+            ):
+                start = recorder.mark("start")
+                loss = self._subject.forward()
+                backward = recorder.mark("end of forward")
+                run_backward(loss)
+                recorder.mark("end")
             events = StepEvents(trace=recorder.trace, start=start, backward=backward, before_bytes=0)
             del loss
         return _read(events, before)

@@ -100,7 +100,7 @@ class _CallFollower:
 
     @outside_graphs
     def keep(self, tensor: Tensor) -> object:
-        return _Kept(tensor, self.log.save(tensor))
+        return _KeptSave(tensor, self.log.save(tensor))
 
     def transforms(self) -> None:
         """Record that a reverse-mode transform of torch.func begins."""
@@ -254,7 +254,7 @@ class _TakesGradientError(Exception):
     """The step takes a gradient itself, whose backward asks for what is saved."""
 
 
-class _Kept(NamedTuple):
+class _KeptSave(NamedTuple):
     """A saved tensor, and what the recorder knows it by."""
 
     tensor: Tensor
@@ -262,7 +262,7 @@ class _Kept(NamedTuple):
 
 
 def _kept(packed: object) -> Tensor:
-    return packed.tensor if isinstance(packed, _Kept) else cast("Tensor", packed)  # of a trace
+    return packed.tensor if isinstance(packed, _KeptSave) else cast("Tensor", packed)  # of a trace
 
 
 def _asked(packed: object) -> Tensor:

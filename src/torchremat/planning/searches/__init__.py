@@ -17,5 +17,6 @@ search_budget.py     the time limit of the search, and the progress that an obse
 solver.py            the best tree for one profile
 dividing.py          the best tree with recomputes in parts
 search.py            the search: whole units, units split, units stored, recomputes in parts
+trials.py            the search over runs of a step that takes gradients itself
 microbatches.py      the trees for a part of a model that holds several microbatches, and the bytes of one
 """

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchremat.planning.profiles.grain import find_units, splittable
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import every_unit

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.dividing import Dividing

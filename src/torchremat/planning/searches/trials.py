@@ -1,23 +1,66 @@
 """The search for trees of a step that takes gradients itself: each candidate is a run of the step, so few are tried.
 
-    order      units by the bytes that they save per second of their forward: the first are recomputed first
-    smallest   how many of them have to be recomputed for a limit, by bisection
-    polish     regions that the limit does not need after all are dissolved, the dearest first
+stretches    the units in rows of one, two, three or more, each a region or kept; with coarser and finer units
+order        by the bytes that a stretch saves per second of its forward: the first are recomputed first
+bisection    how many of them have to be recomputed for a limit
+polish       of the fastest two, regions that the limit does not need after all are dissolved
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import Candidate, predict, rank_of_bytes
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+
+# The lengths of stretches, as far as there are two of them.
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+_POLISHED = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _RunUnits:
+    """The units of a profile in stretches.
+
+    Attributes:
+        profile: The profile.
+        all: The stretches, in the order of the units.
+    """
+
+    profile: Profile
+    all: tuple[range, ...]
+
+    def tree(self, again: Sequence[int]) -> Tree:
+        """Return the tree in which some of the stretches are regions."""
+        found: list[RegionNode | KeepNode] = []
+        for place, stretch in enumerate(self.all):
+            units = tuple(map(KeepNode, stretch))
+            found += [RegionNode(units)] if place in again else units
+        return tuple(found)
+
+    def peak_bytes(self, again: Sequence[int]) -> int:
+        """Return the peak if some of them are regions: of a run."""
+        assert self.profile.runs is not None
+        return self.profile.runs.under(self.tree(again)).peak_bytes
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The stretches in the order in which they are recomputed."""
+        return sorted(range(len(self.all)), key=self._gain, reverse=True)
+
+    def _gain(self, place: int) -> float:
+        sizes, costs = self.profile.sizes, self.profile.costs
+        seconds = sum(costs[unit].seconds for unit in self.all[place])
+        return sum(sizes[unit].inside_bytes for unit in self.all[place]) / max(seconds, 1e-9)
 
 
 class RunSearch:
@@ -26,7 +69,7 @@ class RunSearch:
     Attributes:
         cost_unit: What is minimised.
         search_budget: The time limit.
-        store_profiles: None: with stores such a step is not planned.
+        store_profiles: None: such a plan stores nothing.
         pair: The profiles.
     """
 
@@ -39,65 +82,68 @@ class RunSearch:
     @cached_property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
-        return self._judged(self.pair.blocks, ())
+        return self._judged(self._ways[0], ())
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose peak is at most the limit; None if none fits."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         self.search_budget.found(None)
-        found: list[Candidate] = []
+        found: list[tuple[Candidate, _RunUnits, list[int]]] = []
         with self.search_budget.running():
-            for own in self.search_budget.parts(self.pair.all):
-                if not (found and self.search_budget.is_over):
-                    found += self._solved(own, limit_bytes)
-                if found:
-                    self.search_budget.found(min(one.slowdown for one in found))
-        return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+            for way in self.search_budget.parts(self._ways):
+                self.search_budget.tell("judging")
+                if (found and self.search_budget.is_over) or way.peak_bytes(way.order) > limit_bytes:
+                    continue
+                again = self._fewest(way, limit_bytes)
+                found.append((self._judged(way, again), way, again))
+                found.sort(key=lambda one: one[0].cost)
+                self.search_budget.found(found[0][0].slowdown)
+            polished = [
+                self._judged(way, self._polished(way, again, limit_bytes)) for _, way, again in found[:_POLISHED]
+            ]
+        return min(polished, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
 
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest peak that was found."""
         with self.search_budget.running():
-            whole = [self._judged(own, range(len(own.units.units))) for own in self.pair.all]
-        return min([self.plain, *whole], key=rank_of_bytes)
+            lowest = min(self.search_budget.parts(self._ways), key=lambda way: way.peak_bytes(way.order))
+        return min(self.plain, self._judged(lowest, lowest.order), key=rank_of_bytes)
 
-    def _solved(self, own: Profile, limit_bytes: int) -> Iterator[Candidate]:
-        """Yield the cheapest tree over some units that fits, if one does."""
-        order = sorted(range(len(own.units.units)), key=partial(_gain, own), reverse=True)
-        least, most = 0, len(order)  # so many do not suffice, and so many do
-        if not self._fits(own, order, limit_bytes):
-            return
+    @cached_property
+    def _ways(self) -> list[_RunUnits]:
+        found: list[_RunUnits] = []
+        for own in self.pair.all:
+            rows = own.units.rows
+            for length in _LENGTHS:
+                parts = [row[at : at + length] for row in rows for at in range(0, len(row), length)]
+                if length == 1 or len(parts) - len(rows) >= 1:
+                    found.append(_RunUnits(own, tuple(parts)))
+        return found
+
+    def _fewest(self, way: _RunUnits, limit_bytes: int) -> list[int]:
+        """Return the first stretches that suffice for a limit that all of them suffice for."""
+        least, most = 0, len(way.order)  # so many do not suffice, and so many do
         while most - least > 1 and not self.search_budget.is_over:
-            self.search_budget.tell("judging")
             middle = (least + most) // 2
-            least, most = (least, middle) if self._fits(own, order[:middle], limit_bytes) else (middle, most)
-        again = order[:most]
-        for unit in reversed(order[:most]):
+            fits = way.peak_bytes(way.order[:middle]) <= limit_bytes
+            least, most = (least, middle) if fits else (middle, most)
+        return way.order[:most]
+
+    def _polished(self, way: _RunUnits, again: list[int], limit_bytes: int) -> list[int]:
+        """Return those of some stretches that are needed for a limit."""
+        for place in reversed(again):
             if self.search_budget.is_over:
                 break
             self.search_budget.tell("polishing")
-            fewer = [one for one in again if one != unit]
-            again = fewer if self._fits(own, fewer, limit_bytes) else again
-        yield self._judged(own, again)
+            fewer = [one for one in again if one != place]
+            if way.peak_bytes(fewer) <= limit_bytes:
+                again = fewer
+        return again
 
-    def _fits(self, own: Profile, again: Sequence[int], limit_bytes: int) -> bool:
-        assert own.runs is not None
-        return own.runs.under(_tree(own, again)).peak_bytes <= limit_bytes
-
-    def _judged(self, own: Profile, again: Sequence[int]) -> Candidate:
-        tree = _tree(own, again)
-        prediction = predict(own, tree)
-        return Candidate(
-            profile=own, tree=tree, prediction=prediction, cost=amount(own, self.cost_unit, prediction)
-        )
-
-
-def _tree(own: Profile, again: Sequence[int]) -> Tree:
-    """Return the tree in which some units are regions."""
-    units = range(len(own.units.units))
-    return tuple(RegionNode((KeepNode(unit),)) if unit in again else KeepNode(unit) for unit in units)
-
-
-def _gain(own: Profile, unit: int) -> float:
-    return own.sizes[unit].inside_bytes / max(own.costs[unit].seconds, 1e-9)
+    def _judged(self, way: _RunUnits, again: Sequence[int]) -> Candidate:
+        tree = way.tree(again)
+        prediction = predict(way.profile, tree)
+        cost = amount(way.profile, self.cost_unit, prediction)
+        return Candidate(profile=way.profile, tree=tree, prediction=prediction, cost=cost)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.searches.dividing import Dividing
 from torchremat.planning.searches.granularity import divisible, split_in
 from torchremat.planning.searches.options import selections_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchremat.planning.layout import Calls, HeldOperators, calls_of
 from torchremat.planning.plan_options import PlanOptions
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.results.descriptions import held_of
 from torchremat.planning.shapes.batches import Look

@@ -12,7 +12,7 @@ from torchremat.errors import bug
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.planning.budgets import optimizer_alone
 from torchremat.planning.layout import Calls, HeldOperators
-from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.classes import Classes, ForeseenBytes, PlannedShape, ShapeClass
 from torchremat.schedules.chain import Tree
