@@ -12,7 +12,7 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
 from probes.planning import calls_of, divisible, installed, mixed
 from probes.regions import Settings
-from torchremat import Disk, OrderWarning, Planner, StepError, UnsupportedError, measure, offload, plan, verify, wrap
+from torchremat import OrderWarning, Planner, StepError, UnsupportedError, measure, plan, verify
 
 
 class Through(nn.Module):
@@ -254,45 +254,6 @@ def test_where_all_runs_in_a_reverse_mode_transform_there_is_nothing_to_plan():
 
     with pytest.raises(StepError, match=r"runs a reverse-mode transform of torch\.func"):
         plan(model, lambda model: model[0].loss(inputs().requires_grad_()), budget="80%")
-
-
-def test_a_gradient_penalty_is_told_what_to_do():
-    # "Return the loss without calling backward" did not help who had called `torch.autograd.grad`, and neither did
-    # "`wrap` the blocks by hand": the second graph saves all that a recompute makes.
-    def penalised(model):
-        x = inputs().requires_grad_()
-        (grad,) = torch.autograd.grad(square(model(x)), x, create_graph=True)
-        return square(grad)
-
-    model, disk = Loop(), Disk()
-    with pytest.raises(StepError, match=r"gradient penalty.*`with offload\(store\)` around the step"):
-        plan(model, penalised, budget="80%")
-    plain = measure(model, penalised)
-    with offload(disk):
-        loss = penalised(model)
-    assert disk.statistics.peak_stored_bytes > plain.kept_bytes / 2
-    loss.backward()
-    wrap(model, nn.Linear)
-    assert measure(model, penalised).peak_bytes >= plain.peak_bytes
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_input_of_every_block(layout):
-    # A graph network gives its adjacency to every layer; a sparse tensor has no storage that could be asked for.
-    graph = (torch.rand(256, 256, generator=torch.Generator().manual_seed(2)) < 0.02).float().to_sparse(layout=layout)
-
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = chain(lambda layer, x, near: torch.relu(torch.sparse.mm(near, layer(x))))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x, graph)
-            return x
-
-    lowest_plan(Network(), lambda model: square(model(inputs())))
 
 
 def test_a_sparse_parameter():

@@ -40,6 +40,7 @@ from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import StateBefore, gradient_leaves, untouched
 from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
+from torchremat.regions.threads import thread
 from torchremat.stores.stored_parameters import put_to_rest
 
 
@@ -266,6 +267,8 @@ class Plain:
 # saved-tensor hooks on top that backward itself did not begin with.
 #
 # The backward of a graph that a recompute has built (reentrant) runs with grad mode off again, and counts as backward.
+# A backward in the forward, for a gradient that the step takes itself, may build a graph as well: there only our own
+# regions are known.
 
 
 class _Phase:
@@ -281,7 +284,7 @@ class _Phase:
 
     def is_recomputing(self) -> bool:
         if not self._in_backward:
-            return False
+            return thread.now.recomputing > 0
         return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
 
 

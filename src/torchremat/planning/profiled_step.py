@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -103,6 +104,9 @@ class ProfiledStep:
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = pair.blocks
+        for own in pair.all:
+            if own.runs is not None:
+                own.runs.let(self._profiled_state)
         with placed.profiling():
             if self.profile.runs is None:
                 self.solver: Search | RunSearch = Search(
@@ -110,6 +114,11 @@ class ProfiledStep:
                 )
             else:
                 self.solver = RunSearch(pair, self.options, search_budget=search_budget)
+
+    @contextmanager
+    def _profiled_state(self) -> Generator[None]:
+        with bare(self.model), self._machine.entered(), self.placed.stepping(self.stepping):
+            yield
 
     @property
     def before(self) -> BytesBefore:

@@ -152,6 +152,11 @@ class _Trial(UnitObserver):
         self.regions: dict[int, Recomputable] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
         self.differs = False  # whether a call has returned different values in the running recompute
+        self.recomputed_last: Recomputable | None = None  # by a gradient that the forward takes itself
+
+    def recomputing(self, region: Recomputable) -> None:
+        """See `Observer`."""
+        self.recomputed_last = region
 
     def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`. A region without saved tensors would be freed with its call."""
@@ -184,7 +189,14 @@ class _Trial(UnitObserver):
         settings = Settings(check=self.check, early_stop=False, observer=self)
         try:
             with installed(model, calls_of(self.units), every_unit(self.units), settings):
-                subject.forward()
+                try:
+                    subject.forward()
+                except (CheckpointError, MutationError) as error:
+                    last = self.recomputed_last
+                    unit = None if last is None else self.unit_of(last)
+                    if last is None or unit is None or not str(error).startswith(last.name(0)):
+                        raise
+                    return dict.fromkeys([name for name, _ in self.units.units[unit].keys], self.words(last, 0))
             for unit in reversed(self.part):
                 if unit not in self.regions:
                     raise not_called(self.units, unit)

@@ -69,12 +69,12 @@ def _size_of(units: Units, unit: int) -> UnitBytes:
     """Return the bytes that a unit saves; those of its runs are not known alone."""
     trace, given = units.trace, {*units.units[unit].inputs}
     saved = {one for save in units.saves_in(unit) if save.dropped is None for one in save.storages if one >= 0}
-    inside = saved - trace.fixed - given - {*units.units[unit].outputs}
+    boundary = saved & (given | {*units.units[unit].outputs})
     return UnitBytes(
-        saved=frozenset(saved & given),
+        saved=frozenset(boundary),
         left=frozenset(),
         captured=frozenset(),
-        inside_bytes=sum(trace.storage_bytes[one] for one in inside),
+        inside_bytes=sum(trace.storage_bytes[one] for one in saved - trace.fixed - boundary),
         **dict.fromkeys(_UNKNOWN, 0),
         has_backward=bool(saved),
     )

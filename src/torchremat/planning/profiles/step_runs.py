@@ -10,7 +10,7 @@ A run takes as long as a step, and the search over runs tries few trees: see `se
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,6 +79,11 @@ class StepRuns:
         self._seconds: dict[Tree, tuple[float, float]] = {}
         self._flops: dict[Tree, int] = {}
         self._plain = plain
+        self._around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def let(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run in a context from now on, which makes the state that the step was profiled in."""
+        self._around = around
 
     @property
     def plain_tree(self) -> Tree:
@@ -106,7 +111,7 @@ class StepRuns:
 
     def _clocked(self, tree: Tree) -> tuple[float, float]:
         device = self._machine.device
-        with self._subject.untouched(), self._installed(tree):
+        with self._around(), self._subject.untouched(), self._installed(tree):
             clock = accelerator_of(device).seconds
             start_s = clock(device)
             loss = self._subject.forward()
@@ -120,7 +125,7 @@ class StepRuns:
             return self._plain.flops(self._plain.plain_tree)
         if tree not in self._flops:
             # A run of its own: what counts holds tensors for longer.
-            with self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
+            with self._around(), self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
                 run_backward(self._subject.forward())
             self._flops[tree] = flops.total
         return self._flops[tree]
@@ -129,7 +134,7 @@ class StepRuns:
         return installed(self._model, calls_of(self._units), tree, Settings())
 
     def _run(self, tree: Tree) -> StepRun:
-        with self._subject.untouched():
+        with self._around(), self._subject.untouched():
             before = self._subject.before(self._machine.device)
             with (
                 self._machine.record() as recorder,

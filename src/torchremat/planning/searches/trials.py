@@ -58,9 +58,11 @@ class _RunUnits:
         return sorted(range(len(self.all)), key=self._gain, reverse=True)
 
     def _gain(self, place: int) -> float:
-        sizes, costs = self.profile.sizes, self.profile.costs
-        seconds = sum(costs[unit].seconds for unit in self.all[place])
-        return sum(sizes[unit].inside_bytes for unit in self.all[place]) / max(seconds, 1e-9)
+        own, stretch = self.profile, self.all[place]
+        made = {one for unit in stretch for one in own.sizes[unit].saved - {*own.units.units[unit].inputs}}
+        saved_bytes = sum(own.sizes[unit].inside_bytes for unit in stretch)
+        saved_bytes += sum(own.units.trace.storage_bytes[one] for one in made)
+        return saved_bytes / max(sum(own.costs[unit].seconds for unit in stretch), 1e-9)
 
 
 class RunSearch:

@@ -1,0 +1,197 @@
+"""Steps that take gradients themselves are planned by running them."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from planning.gradient_steps import STEPS, mlp
+from torchremat import (
+    Adaptive,
+    BudgetError,
+    Disk,
+    Plan,
+    RepeatWarning,
+    StepError,
+    UnsupportedError,
+    fit,
+    frontier,
+    measure,
+    offload,
+    plan,
+    verify,
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def trained(model, step):
+    """Return the parameters after three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        step(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.parameters()]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("budget", ["min", "80%"])
+def test_a_plan_is_exact_in_bits_and_in_bytes(name, budget):
+    model, step = STEPS[name]()
+    plain = copy.deepcopy(model)
+
+    made = plan(model, step, budget=budget, cost="flops")
+    made.apply(model)
+    ours, theirs = measure(model, step), measure(plain, step)
+
+    assert ours.peak_bytes == made.peak_bytes <= made.budget_bytes
+    assert ours.flops - theirs.flops == made.recomputed_flops > 0
+    assert ours.peak_bytes < 0.9 * theirs.peak_bytes
+    ends = trained(plain, step)
+    assert all(map(torch.equal, trained(model, step), ends))
+    assert all(one.isfinite().all() for one in ends)
+
+
+def test_each_budget_of_the_frontier_is_kept():
+    model, step = STEPS["forces"]()
+
+    points = frontier(model, step, points=4, cost="flops").points
+
+    assert len(points) >= 3
+    assert points[-1].peak_bytes < points[0].peak_bytes / 2
+    for point in points[1:]:
+        made = plan(model, step, budget=point.budget_bytes, cost="flops")
+        assert made.peak_bytes <= point.budget_bytes
+        assert made.recomputed_flops <= point.recomputed_flops
+
+
+def test_the_budget_of_the_plain_step_needs_no_region():
+    model, step = STEPS["burgers"]()
+
+    made = plan(model, step, budget="100%")
+
+    assert made.recomputed_calls == 0
+    assert made.peak_bytes == measure(model, step).peak_bytes
+
+
+def test_a_budget_below_the_smallest_names_the_smallest():
+    model, step = STEPS["forces"]()
+    smallest = plan(model, step, budget="min", cost="flops").budget_bytes
+
+    with pytest.raises(BudgetError, match=f"Smallest budget that works: {smallest} bytes.*backward of"):
+        plan(model, step, budget=smallest - 1, cost="flops")
+
+
+def test_the_optimizer_counts():
+    model, step = STEPS["forces"]()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    made = plan(model, step, budget="min", optimizer=optimizer)
+
+    assert made.optimizer_state_bytes > 2 * sum(one.nbytes for one in model.parameters())
+    assert made.peak_bytes == plan(model, step, budget="min").peak_bytes + made.optimizer_state_bytes
+
+
+def test_it_is_verified_written_and_read(tmp_path):
+    model, step = STEPS["forces"]()
+    made = plan(model, step, budget="min")
+    made.save(tmp_path / "plan.json")
+
+    made.apply(model)
+    found = verify(model, step)
+
+    assert found.is_exact
+    assert found.recomputed_flops == made.recomputed_flops
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.tree == made.tree
+    assert "takes gradients itself" in str(again)
+    assert "takes gradients itself" in made.certificate.claim
+
+
+def test_a_loop_is_fitted():
+    model, step = STEPS["molecules"]()
+    plain = measure(model, step).peak_bytes
+    fitted = fit(model, step, budget="60%")
+
+    assert measure(fitted, step).peak_bytes <= 0.6 * plain
+
+
+def test_it_is_planned_without_being_run():
+    model, step = STEPS["burgers"]()
+
+    here = plan(model, step, budget="min", cost="flops")
+    absent = plan(model, step, budget="min", cost="flops", on="meta", device="h100")
+
+    assert absent.recomputed_flops == here.recomputed_flops > 0
+    assert absent.peak_bytes < 0.65 * absent.plain_peak_bytes
+
+
+class Counting(nn.Module):
+    numbers = itertools.count()
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return (self.linear(x) * (1 + next(self.numbers) % 7)).tanh()
+
+
+def test_a_module_that_does_not_repeat_its_forward_is_kept():
+    model, step = STEPS["burgers"]()
+    model.insert(3, Counting())
+
+    with pytest.warns(RepeatWarning, match="would not do in a recompute what they do in their forward"):
+        made = plan(model, step, budget="min")
+
+    assert [*made.unlike] == ["3"]
+    assert "3" not in [unit.name for unit in made.units]
+
+
+# ------------------------------------------------------------------------------------------------------- what is not
+
+
+def test_a_step_that_calls_backward_is_told_to_return_its_loss():
+    model = mlp(4, 1, 8, 2)
+
+    def step(model):
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(StepError, match=r"Return the loss without calling backward.*`torch\.autograd\.grad`"):
+        plan(model, step, budget="min")
+
+
+def test_stores_are_around_the_step():
+    model, step = STEPS["forces"]()
+
+    with pytest.raises(
+        UnsupportedError, match=r"takes gradients itself.*leave out `stores=`.*offload\(store\)` around"
+    ):
+        plan(model, step, budget="80%", stores=[Disk()])
+
+    plan(model, step, budget="80%").apply(model)
+    plain, disk = measure(model, step), Disk()
+
+    def stored(model):
+        with offload(disk, min_bytes=0):
+            return step(model)
+
+    assert measure(model, stored).kept_bytes < plain.kept_bytes
+    assert disk.statistics.peak_stored_bytes > 0
+
+
+def test_adaptive_is_refused():
+    model, step = STEPS["forces"]()
+    adaptive = Adaptive(model, lambda model, batch: step(model), budget=10**9)
+
+    with pytest.raises(UnsupportedError, match=r"takes gradients itself.*`plan` the largest, and `apply` the plan"):
+        adaptive.learn(torch.ones(2))
