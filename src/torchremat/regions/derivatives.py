@@ -3,8 +3,8 @@
 NOTE [ The derivative of a region ]
 A backward with `create_graph=True` builds the graph of the gradient, and its nodes save again: gradients, and what the
 region has just recomputed for them. So while such a backward runs a node of a region, another region packs what is
-saved: its derivative, whose call is the forward of the region and the backward through it, and whose inputs are those
-of the region and the gradients that arrive in it.
+saved: its derivative, whose calls are those of the region and, after them, the backward through these, and whose inputs
+are those of the region and the gradients that arrive in it.
 
     forward            x ──► region ──► y             saves are slots of the region
     create_graph       dx ◄── nodes of it ◄── dy      its slots are asked for; saves are slots of the derivative
@@ -29,8 +29,11 @@ The derivative itself is a region whose outputs are the gradients that leave it,
 none if a gradient has arrived where other nodes of the region contribute, since the recompute has the sum alone, nor if
 another thread than that of the forward has run the backward, as that of a device does.
 
-Missing on purpose: regions of several calls, sessions, transforms, gradients in batches, and a gradient taken inside of
-the region's own forward, which its recompute takes again.
+A node belongs to the region if a call has made it, by its number; each thread has numbers of its own, so the nodes of
+inputs are known as well. Code between the calls of a region makes nodes outside of it, whose gradients arrive.
+
+Missing on purpose: sessions, transforms, gradients in batches, and a gradient taken inside of the region's own forward,
+which its recompute takes again.
 """
 
 from __future__ import annotations

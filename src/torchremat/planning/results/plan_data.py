@@ -51,7 +51,8 @@ class Forecast:
         plain_seconds: Seconds of forward and backward without any recompute, estimated.
         recompute_seconds: Seconds that recomputes add, estimated.
         recomputed_flops: Flops that recomputes add.
-        recomputed_calls: Number of unit forwards that recomputes run.
+        recomputed_calls: Number of unit forwards that recomputes run; of recomputed units, if the step takes gradients
+            itself.
         flops: Flops of one forward.
         floor_bytes: The smallest budget for which a plan was found.
         curve: The curve of the predicted step.
