@@ -1,6 +1,7 @@
 """Steps that take gradients themselves are planned by running them."""
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -30,6 +31,12 @@ def seeded():
     torch.manual_seed(0)
 
 
+def step_bytes(found):
+    """Return the peak of a plan or a measurement beyond what is live before the step."""
+    before = found.before_bytes
+    return found.peak_bytes - (sum(before.values()) if isinstance(before, dict) else before)
+
+
 def trained(model, step):
     """Return the parameters after three steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -41,8 +48,10 @@ def trained(model, step):
     return [*model.parameters()]
 
 
+# A device's thread frees the graph of the step before a moment later.
+@pytest.mark.filterwarnings("ignore:since the previous forward")
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("budget", ["min", "80%"])
+@pytest.mark.parametrize("budget", ["min", "95% of activations"])
 def test_a_plan_is_exact_in_bits_and_in_bytes(name, budget):
     model, step = STEPS[name]()
     plain = copy.deepcopy(model)
@@ -51,9 +60,9 @@ def test_a_plan_is_exact_in_bits_and_in_bytes(name, budget):
     made.apply(model)
     ours, theirs = measure(model, step), measure(plain, step)
 
-    assert ours.peak_bytes == made.peak_bytes <= made.budget_bytes
+    assert made.peak_bytes <= made.budget_bytes
+    assert step_bytes(ours) == step_bytes(made) < step_bytes(theirs)
     assert ours.flops - theirs.flops == made.recomputed_flops > 0
-    assert ours.peak_bytes < 0.9 * theirs.peak_bytes
     ends = trained(plain, step)
     assert all(map(torch.equal, trained(model, step), ends))
     assert all(one.isfinite().all() for one in ends)
@@ -65,7 +74,7 @@ def test_each_budget_of_the_frontier_is_kept():
     points = frontier(model, step, points=4, cost="flops").points
 
     assert len(points) >= 3
-    assert points[-1].peak_bytes < points[0].peak_bytes / 2
+    assert points[-1].step_bytes < points[0].step_bytes / 2
     for point in points[1:]:
         made = plan(model, step, budget=point.budget_bytes, cost="flops")
         assert made.peak_bytes <= point.budget_bytes
@@ -78,7 +87,7 @@ def test_the_budget_of_the_plain_step_needs_no_region():
     made = plan(model, step, budget="100%")
 
     assert made.recomputed_calls == 0
-    assert made.peak_bytes == measure(model, step).peak_bytes
+    assert step_bytes(made) == step_bytes(measure(model, step))
 
 
 def test_a_budget_below_the_smallest_names_the_smallest():
@@ -115,22 +124,34 @@ def test_it_is_verified_written_and_read(tmp_path):
     assert "takes gradients itself" in made.certificate.claim
 
 
+def test_planning_leaves_nothing():
+    model, step = STEPS["forces"]()
+
+    def planned():
+        plan(model, step, budget="min", cost="flops")
+        gc.collect()
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    planned()
+    assert planned() == planned()
+
+
 def test_a_loop_is_fitted():
     model, step = STEPS["molecules"]()
-    plain = measure(model, step).peak_bytes
-    fitted = fit(model, step, budget="60%")
+    plain = step_bytes(measure(model, step))
+    fitted = fit(model, step, budget="60% of activations")
 
-    assert measure(fitted, step).peak_bytes <= 0.6 * plain
+    assert step_bytes(measure(fitted, step)) <= 0.6 * plain
 
 
 def test_it_is_planned_without_being_run():
-    model, step = STEPS["burgers"]()
+    model, step = STEPS["forces"]()
 
     here = plan(model, step, budget="min", cost="flops")
     absent = plan(model, step, budget="min", cost="flops", on="meta", device="h100")
 
     assert absent.recomputed_flops == here.recomputed_flops > 0
-    assert absent.peak_bytes < 0.65 * absent.plain_peak_bytes
+    assert absent.peak_bytes < 0.5 * absent.plain_peak_bytes
 
 
 class Counting(nn.Module):
@@ -176,9 +197,9 @@ def test_stores_are_around_the_step():
     with pytest.raises(
         UnsupportedError, match=r"takes gradients itself.*leave out `stores=`.*offload\(store\)` around"
     ):
-        plan(model, step, budget="80%", stores=[Disk()])
+        plan(model, step, budget="min", stores=[Disk()])
 
-    plan(model, step, budget="80%").apply(model)
+    plan(model, step, budget="min").apply(model)
     plain, disk = measure(model, step), Disk()
 
     def stored(model):

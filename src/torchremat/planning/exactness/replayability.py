@@ -152,11 +152,6 @@ class _Trial(UnitObserver):
         self.regions: dict[int, Recomputable] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
         self.differs = False  # whether a call has returned different values in the running recompute
-        self.recomputed_last: Recomputable | None = None  # by a gradient that the forward takes itself
-
-    def recomputing(self, region: Recomputable) -> None:
-        """See `Observer`."""
-        self.recomputed_last = region
 
     def began(self, region: Recomputable, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`. A region without saved tensors would be freed with its call."""
@@ -192,11 +187,12 @@ class _Trial(UnitObserver):
                 try:
                     subject.forward()
                 except (CheckpointError, MutationError) as error:
-                    last = self.recomputed_last
-                    unit = None if last is None else self.unit_of(last)
-                    if last is None or unit is None or not str(error).startswith(last.name(0)):
+                    # A gradient that the forward takes itself has recomputed a region.
+                    failed = (one for one in self.regions.items() if str(error).startswith(f"{one[1].name(0)}: "))
+                    unit, region = next(failed, (-1, None))
+                    if region is None:
                         raise
-                    return dict.fromkeys([name for name, _ in self.units.units[unit].keys], self.words(last, 0))
+                    return dict.fromkeys([name for name, _ in self.units.units[unit].keys], self.words(region, 0))
             for unit in reversed(self.part):
                 if unit not in self.regions:
                     raise not_called(self.units, unit)

@@ -39,6 +39,7 @@ from torchremat._compat.transforms import (
     left_to_transform,
     transforms_beside_hooks,
 )
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
@@ -100,7 +101,9 @@ class _CallFollower:
 
     @outside_graphs
     def keep(self, tensor: Tensor) -> object:
-        return _KeptSave(tensor, self.log.save(tensor))
+        packed = self.log.save(tensor)
+        with hiding():  # with its graph, which refers to what is saved, it would never be freed
+            return _KeptSave(tensor.detach(), packed)
 
     def transforms(self) -> None:
         """Record that a reverse-mode transform of torch.func begins."""
