@@ -194,14 +194,10 @@ class Arrivals:
 
     @outside_graphs  # compiled autograd traces hooks
     def _take(self, output: Output, gradients: Gradients) -> None:
-        if (
-            is_transformed()
-            or active_session() is not None
-            or any(one is not None and is_batched(one) for one in gradients)
-        ):
+        if is_transformed() or active_session() is not None or any(map(_is_batched, gradients)):
             return
         region, node = self._region(), current_node()
-        if region is None or node is None or region.is_running:
+        if region is None or node is None or not region.calls or region.is_running:
             return
         building = self._now()
         if building is None:
@@ -362,6 +358,10 @@ class Derivative:
         is_ordered = self._lowest >= 0 and self._made.thread == self._own.thread
         if self._region.slots and is_ordered and not self._has_sums:
             self._region.arrivals = self._own.ended(len(self._region.calls) - 1, self._leaving)
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    return gradient is not None and is_batched(gradient)
 
 
 def _begins(watch: ReferenceType[Derivative], key: int, gradients: Gradients) -> None:
