@@ -21,8 +21,9 @@ from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import Candidate, predict, rank_of_bytes
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
-# The lengths of stretches, as far as there are two of them.
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+# The lengths of stretches, as far as there are two of them, and of those with regions inside.
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
+_NESTED = (3, 6, 12)
 
 _POLISHED = 2
 
@@ -34,17 +35,20 @@ class _RunUnits:
     Attributes:
         profile: The profile.
         all: The stretches, in the order of the units.
+        is_nested: Whether each unit of a region is a region inside of it.
     """
 
     profile: Profile
     all: tuple[range, ...]
+    is_nested: bool = False
 
     def tree(self, again: Sequence[int]) -> Tree:
         """Return the tree in which some of the stretches are regions."""
         found: list[RegionNode | KeepNode] = []
         for place, stretch in enumerate(self.all):
             units = tuple(map(KeepNode, stretch))
-            found += [RegionNode(units)] if place in again else units
+            inside = tuple([RegionNode((unit,)) for unit in units]) if self.is_nested else units
+            found += [RegionNode(inside)] if place in again else units
         return tuple(found)
 
     def peak_bytes(self, again: Sequence[int]) -> int:
@@ -110,7 +114,10 @@ class RunSearch:
     def floor(self) -> Candidate:
         """The tree with the lowest peak that was found."""
         with self.search_budget.running():
-            lowest = min(self.search_budget.parts(self._ways), key=lambda way: way.peak_bytes(way.order))
+            lowest = self._ways[0]
+            for way in self.search_budget.parts(self._ways):
+                if not self.search_budget.is_over:
+                    lowest = min(lowest, way, key=lambda one: one.peak_bytes(one.order))
         return min(self.plain, self._judged(lowest, lowest.order), key=rank_of_bytes)
 
     @cached_property
@@ -120,8 +127,9 @@ class RunSearch:
             rows = own.units.rows
             for length in _LENGTHS:
                 parts = [row[at : at + length] for row in rows for at in range(0, len(row), length)]
-                if length == 1 or len(parts) - len(rows) >= 1:
+                if length == 1 or len(parts) > len(rows):
                     found.append(_RunUnits(own, tuple(parts)))
+                    found += [_RunUnits(own, tuple(parts), is_nested=True)] if length in _NESTED else []
         return found
 
     def _fewest(self, way: _RunUnits, limit_bytes: int) -> list[int]:
