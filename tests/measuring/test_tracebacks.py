@@ -2,6 +2,7 @@
 
 import traceback
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,6 +122,18 @@ def test_an_error_that_is_a_bug_keeps_its_frames(monkeypatch):
     broken.__code__ = broken.__code__.replace(co_filename=f"{OURS}broken.py")
 
     with pytest.raises(AssertionError, match="This is a bug in torchremat") as found:
+        without_our_frames(broken)()
+
+    assert [one.filename for one in ours(found.value)][-1].endswith("broken.py")
+
+
+def test_a_bug_that_ends_in_numpy_keeps_its_frames():
+    def broken(*_, **__):
+        return np.zeros(0).max()
+
+    broken.__code__ = broken.__code__.replace(co_filename=f"{OURS}broken.py")
+
+    with pytest.raises(ValueError, match="zero-size array") as found:
         without_our_frames(broken)()
 
     assert [one.filename for one in ours(found.value)][-1].endswith("broken.py")

@@ -23,6 +23,7 @@ from torch import nn
 
 from torchremat._compat.dynamo import is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
+from torchremat.frames import calling_module
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.forwards import class_forward
 from torchremat.regions.patches import called_attribute, is_generator, is_replaceable
@@ -188,19 +189,8 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
                 continue  # a part of its caller
             attribute = called_attribute(module)
             own = module.__dict__.get(attribute)
-            function = class_forward(module) if own is None else own
-
-            def forward(
-                *args: object,
-                _name: str = name,
-                _module: nn.Module = module,
-                _function: Callable[..., object] = function,
-                **kwargs: object,
-            ) -> object:
-                return run(_name, _module, _function, args, kwargs)
-
             changed.append((module, attribute, own))
-            module.__dict__[attribute] = forward
+            module.__dict__[attribute] = _intercepting(name, module, attribute, own, run)
         yield
     finally:
         for module, attribute, own in changed:
@@ -208,6 +198,21 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
                 module.__dict__.pop(attribute, None)
             else:
                 module.__dict__[attribute] = own
+
+
+def _intercepting(
+    name: str, module: nn.Module, attribute: str, own: Callable[..., object] | None, run: Callable[..., object]
+) -> Callable[..., object]:
+    function = class_forward(module) if own is None else own
+
+    def forward(*args: object, **kwargs: object) -> object:
+        caller = None if own is not None else calling_module()
+        if caller is not None and caller is not module and vars(caller).get(attribute) is forward:
+            # See NOTE [ A copy of the attributes ]
+            return run(name, caller, class_forward(caller), args, kwargs)
+        return run(name, module, function, args, kwargs)
+
+    return forward
 
 
 def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:

@@ -3,7 +3,8 @@
     error                                              frames of this package
     raised by the user's code, or by torch's for it    left out
     one of `errors.py`                                 left out: the message says it, and the caller's line is there
-    anything else that is raised in here               kept: it is a bug of ours
+    anything else that is raised in here, or by
+    NumPy or SciPy for us                              kept: it is a bug of ours
 
 The same holds for an error's causes and contexts. With TORCHREMAT_FULL_TRACEBACKS=1 in the environment all frames are
 kept.
@@ -15,8 +16,12 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from itertools import dropwhile
 from types import TracebackType
 from typing import ParamSpec, TypeVar
+
+import numpy as np
+import scipy
 
 from torchremat.errors import TorchrematError
 from torchremat.frames import OURS, steps_of
@@ -57,7 +62,8 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 def _shorten(error: BaseException) -> None:
     steps = list(steps_of(error.__traceback__))
-    if not steps or (_is_ours(steps[-1]) and not isinstance(error, TorchrematError)):
+    below = dropwhile(_is_numeric, reversed(steps))
+    if not steps or (_is_ours(next(below, steps[0])) and not isinstance(error, TorchrematError)):
         return
     rest: TracebackType | None = None
     for place in range(len(steps) - 1, -1, -1):
@@ -74,3 +80,11 @@ def _file(step: TracebackType) -> str:
 
 def _is_ours(step: TracebackType) -> bool:
     return _file(step).startswith(OURS)
+
+
+def _is_numeric(step: TracebackType) -> bool:
+    return _file(step).startswith(_NUMERIC)
+
+
+# Where NumPy and SciPy are.
+_NUMERIC = tuple(one.__path__[0] for one in (np, scipy))

@@ -255,7 +255,8 @@ def plan(
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
     A few runs of the step profile it; model, gradients, buffers, generators and hooks are as before afterwards. For
-    several budgets of one model make one `Planner`.
+    several budgets of one model make one `Planner`. A step that takes gradients itself, with `torch.autograd.grad`, is
+    run under each candidate instead, which takes some dozen runs.
 
     Args:
         model: The model.

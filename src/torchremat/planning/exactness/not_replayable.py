@@ -16,8 +16,15 @@ RETAINED = (
 # The reason of a module that exchanges tensors with other processes, which would not do that in the same order.
 UNEQUAL = "it communicates, and the processes run other operators in it, so that their recomputes would not meet"
 
+# The reason of a module that takes the gradient of a tensor among its inputs, as one that makes forces of an energy.
+GIVEN = "it takes the gradient of what it is given, and a recompute has no graph of that"
+
 # What a module would do, by the reason; for any other one it would not repeat its forward.
-_WOULD = {RETAINED: "be recomputed several times", UNEQUAL: "wait for other processes in vain"}
+_WOULD = {
+    RETAINED: "be recomputed several times",
+    UNEQUAL: "wait for other processes in vain",
+    GIVEN: "find no graph of what they are given",
+}
 
 
 def told(unlike: Mapping[str, str]) -> str:

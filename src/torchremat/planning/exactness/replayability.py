@@ -29,7 +29,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
-from torchremat.planning.exactness.not_replayable import told
+from torchremat.planning.exactness.not_replayable import GIVEN, told
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.units import Grain, Units, not_called
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
@@ -48,6 +48,8 @@ _NOISE = (
     "it gives other values each time, since torch has no deterministic kernel for {kernels} on this device, or since "
     "something that it reads besides its arguments has changed"
 )
+# The words of autograd, for the gradient of a tensor that is in no graph.
+_UNUSED = "appears to not have been used in the graph"
 _KERNEL = re.compile(r"^(.+?) does not have a deterministic implementation")
 _NO_ROOM = (
     "there was not enough memory to try whether the modules of the model do in a recompute what they do in their "
@@ -106,9 +108,10 @@ class Repeats:
         self.grains.clear()
 
     def tell(self) -> None:
-        """Warn about the modules that failed."""
-        if self.unlike:
-            warn(told(self.unlike), RepeatWarning)
+        """Warn about the modules that failed, except for what is no fault of them."""
+        found = {name: why for name, why in self.unlike.items() if why != GIVEN}
+        if found:
+            warn(told(found), RepeatWarning)
 
 
 Tried: TypeAlias = "dict[str, str] | Literal['no memory', 'not comparable']"
@@ -218,7 +221,9 @@ class _Trial(UnitObserver):
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0]
+            if _UNUSED in str(error):
+                return GIVEN
+            return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         return self.words(region, before) if self.differs else None
 
     def words(self, region: Recomputable, before: int) -> str:
