@@ -190,7 +190,7 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
             attribute = called_attribute(module)
             own = module.__dict__.get(attribute)
             changed.append((module, attribute, own))
-            module.__dict__[attribute] = _intercepting(name, module, attribute, own, run)
+            module.__dict__[attribute] = _Intercepted(name, module, attribute, own, run)
         yield
     finally:
         for module, attribute, own in changed:
@@ -200,19 +200,29 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
                 module.__dict__[attribute] = own
 
 
-def _intercepting(
-    name: str, module: nn.Module, attribute: str, own: Callable[..., object] | None, run: Callable[..., object]
-) -> Callable[..., object]:
-    function = class_forward(module) if own is None else own
+class _Intercepted:
+    """The forward of a module, routed. See NOTE [ A copy of the attributes ]."""
 
-    def forward(*args: object, **kwargs: object) -> object:
-        caller = None if own is not None else calling_module()
-        if caller is not None and caller is not module and vars(caller).get(attribute) is forward:
-            # See NOTE [ A copy of the attributes ]
-            return run(name, caller, class_forward(caller), args, kwargs)
-        return run(name, module, function, args, kwargs)
+    __slots__ = ("_attribute", "_function", "_is_class_forward", "_module", "_name", "_run")
 
-    return forward
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        own: Callable[..., object] | None,
+        run: Callable[..., object],
+    ) -> None:
+        self._name, self._module, self._attribute, self._run = name, module, attribute, run
+        self._function = class_forward(module) if own is None else own
+        self._is_class_forward = own is None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the forward of the module that is called: a copy of the attributes may have this object as well."""
+        caller = calling_module() if self._is_class_forward else None
+        if caller is not None and caller is not self._module and vars(caller).get(self._attribute) is self:
+            return self._run(self._name, caller, class_forward(caller), args, kwargs)
+        return self._run(self._name, self._module, self._function, args, kwargs)
 
 
 def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:
