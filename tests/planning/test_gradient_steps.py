@@ -204,6 +204,35 @@ def test_a_module_that_takes_the_gradient_of_its_input_is_kept_without_a_warning
     assert made.recomputed_calls > 0
 
 
+def remade(module, changed):
+    """Return a module like another, as learn2learn's `clone_module` makes it: all attributes, other parameters."""
+    made = module.__new__(type(module))
+    made.__dict__ = module.__dict__.copy()
+    made._parameters = {name: changed(one) for name, one in module._parameters.items()}
+    made._modules = {name: remade(one, changed) for name, one in module._modules.items()}
+    return made
+
+
+def test_modules_made_of_others_attributes_run_their_own_weights_in_all_runs():
+    # In the traced step they ran those of the modules that they were made of, so that their gradients were None.
+    x, losses = torch.randn(64, 8), set()
+
+    def step(model):
+        own = remade(model, torch.clone)
+        loss = own(x).square().mean()
+        gradients = iter(torch.autograd.grad(loss, [*own.parameters()], create_graph=True))
+        found = remade(own, lambda one: one - 0.5 * next(gradients))(x).square().mean()
+        losses.add(found.item())
+        return found
+
+    model = mlp(8, 1, 32, 3)
+    plain = [*torch.autograd.grad(step(model), [*model.parameters()])]
+    plan(model, step, budget="min").apply(model)
+
+    assert all(map(torch.equal, torch.autograd.grad(step(model), [*model.parameters()]), plain))
+    assert len(losses) == 1
+
+
 # ------------------------------------------------------------------------------------------------------- what is not
 
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import nn
 
 from torchremat._compat.dynamo import is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
+from torchremat.frames import calling_module
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.forwards import class_forward
 from torchremat.regions.patches import called_attribute, is_generator, is_replaceable
@@ -188,19 +189,8 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
                 continue  # a part of its caller
             attribute = called_attribute(module)
             own = module.__dict__.get(attribute)
-            function = class_forward(module) if own is None else own
-
-            def forward(
-                *args: object,
-                _name: str = name,
-                _module: nn.Module = module,
-                _function: Callable[..., object] = function,
-                **kwargs: object,
-            ) -> object:
-                return run(_name, _module, _function, args, kwargs)
-
             changed.append((module, attribute, own))
-            module.__dict__[attribute] = forward
+            module.__dict__[attribute] = _Intercepted(name, module, attribute, own, run)
         yield
     finally:
         for module, attribute, own in changed:
@@ -208,6 +198,36 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
                 module.__dict__.pop(attribute, None)
             else:
                 module.__dict__[attribute] = own
+
+
+class _Intercepted:
+    """The forward of a module, routed. See NOTE [ A copy of the attributes ]."""
+
+    # What a call reaches is found by the name `function`, as of all our callables that wrap one of the user's.
+    __slots__ = ("_attribute", "_is_class_forward", "_name", "_run", "function", "module")
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        own: Callable[..., object] | None,
+        run: Callable[..., object],
+    ) -> None:
+        self._name, self.module, self._attribute, self._run = name, module, attribute, run
+        self.function = class_forward(module) if own is None else own
+        self._is_class_forward = own is None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the forward of the module that is called: a copy of the attributes may have this object as well."""
+        caller = calling_module() if self._is_class_forward else None
+        if caller is not None and caller is not self.module and vars(caller).get(self._attribute) is self:
+            return self._run(self._name, caller, class_forward(caller), args, kwargs)
+        return self._run(self._name, self.module, self.function, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A deep copy of a module has this object, as it has any function that it finds among the attributes."""
+        return self
 
 
 def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:
