@@ -1,5 +1,6 @@
 """What two processes, or four, do with one model in each of them."""
 
+import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import models
 from logs import Hidden, Log
+from planning.gradient_steps import Energy, molecule
 from planning.steps import profile, traced_peak, under
 from probes.memory import record_allocations
 from probes.planning import Here, KeepNode, evaluate, flow_of, options_with, predict, profiling
@@ -497,6 +499,49 @@ def no_plan_fits():
         plan(DistributedDataParallel(net()), step, budget="1KiB")
 
 
+def forces(atoms):
+    """A model and a step that takes a gradient itself, of a molecule of each process."""
+    model = DistributedDataParallel(Energy())
+    torch.manual_seed(dist.get_rank())
+    kinds, positions, i, j = molecule(atoms)
+
+    def step(model):
+        own = positions.clone().requires_grad_()
+        energy = model(kinds, own, i, j)
+        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+        return 1e-3 * energy + gradient.square().mean()
+
+    return model, step
+
+
+def a_step_that_takes_gradients_itself():
+    # What it needs is found by running it, in both at the same time.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Grad strides do not match")  # torch's own, of a gradient of shape [1, 16]
+        model, step = forces(24)
+        planner = Planner(model, step)
+        plain = planner.plan("100%").peak_bytes
+        least, half = (verified(model, planner.plan(size), step) for size in ("min", "70%"))
+
+        assert least.recomputed_calls > half.recomputed_calls > 0
+        assert least.peak_bytes < half.peak_bytes < plain
+        first, second = everywhere(planner.frontier(points=3).points)
+        assert first == second
+
+
+def the_larger_step_that_takes_gradients_itself_counts():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Grad strides do not match")
+        model, step = forces(16 + 8 * dist.get_rank())
+        chosen = plan(model, step, budget="min")
+
+        first, second = everywhere(chosen)
+        assert first == second
+        chosen.apply(model)
+        peaks = everywhere(measure(model, step).peak_bytes)
+        assert min(peaks) < max(peaks) <= chosen.peak_bytes
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -522,6 +567,8 @@ CASES = {
         the_larger_batch_counts_in_each_part_of_a_mesh,
         a_frontier_of_unlike_processes,
         a_frontier_whose_search_ends_in_one_process,
+        a_step_that_takes_gradients_itself,
+        the_larger_step_that_takes_gradients_itself_counts,
         all_watch_what_one_has_memory_for,
         no_process_runs_what_one_has_no_room_for,
         what_one_process_would_not_repeat_none_recomputes,

@@ -274,7 +274,12 @@ class ProfiledStep:
         return self.by_one(made)
 
     def by_one(self, found: Callable[[], T]) -> T:
-        """Return the same in each process, found by the one with the largest step, which runs nothing for it."""
+        """Return the same in each process, found by the one with the largest step, which runs nothing for it.
+
+        What a step needs that takes gradients itself is found by running it, in all of them.
+        """
+        if self.profile.runs is not None:
+            return self._peers.all(found)[self._leader]
         return self._peers.at(self._leader, found)
 
     @property

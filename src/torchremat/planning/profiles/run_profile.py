@@ -9,6 +9,7 @@ from torch import nn
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import Machine
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.reading import Profile, UnitCosts
 from torchremat.planning.profiles.step_runs import StepRuns
 from torchremat.planning.profiles.units import Units
@@ -24,7 +25,12 @@ def not_by_runs(why: str) -> UnsupportedError:
 
 
 def profile_by_runs(
-    model: nn.Module, subject: Subject, units: Units, machine: Machine, beside: Profile | None = None
+    model: nn.Module,
+    subject: Subject,
+    units: Units,
+    machine: Machine,
+    peers: Peers,
+    beside: Profile | None = None,
 ) -> Profile:
     """Return the profile of a step that takes gradients itself: what a tree needs is what its run needs.
 
@@ -35,9 +41,10 @@ def profile_by_runs(
         subject: The step.
         units: The units.
         machine: Where it runs.
+        peers: The processes that run it together.
         beside: The profile of the same step over other units, if known.
     """
-    runs = StepRuns(model, subject, units, machine, None if beside is None else beside.runs)
+    runs = StepRuns(model, subject, units, machine, peers, None if beside is None else beside.runs)
     with subject.untouched():
         before = subject.before(machine.device)
     sizes = tuple(_size_of(units, unit) for unit in range(len(units.units)))

@@ -4,15 +4,17 @@
     forward ──► gradient ──► loss           there are two graphs, or more, and each backward through one of them
                                             recomputes, so the step is its own interpreter
 
-A run takes as long as a step, and the search over runs tries few trees: see `searches.trials`.
+A run takes as long as a step, and the search over runs tries few trees: see `searches.trials`. Processes that train
+the model run it together, each under the same tree, and what one of them needs most counts for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from torch import nn
@@ -26,6 +28,7 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import StepEvents
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.settings import Settings
@@ -35,6 +38,8 @@ from torchremat.schedules.chain import KeepNode, Tree
 _CLOCKED = 3
 
 _MOST_POINTS = 400
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +73,24 @@ class StepRuns:
         subject: The step.
         units: The units that trees are over.
         machine: Where it runs.
+        peers: The processes that run it together.
         plain: Other runs of the same step, which may know the plain one.
+
+    Attributes:
+        waiting_bytes: Bytes of reduced gradients that may be live in a backward beside those that a run has shown.
     """
 
     def __init__(
-        self, model: nn.Module, subject: Subject, units: Units, machine: Machine, plain: StepRuns | None = None
+        self,
+        model: nn.Module,
+        subject: Subject,
+        units: Units,
+        machine: Machine,
+        peers: Peers,
+        plain: StepRuns | None = None,
     ) -> None:
-        self._model, self._subject, self._units, self._machine = model, subject, units, machine
+        self._model, self._subject, self._units, self._machine, self._peers = model, subject, units, machine, peers
+        self.waiting_bytes = 0
         self._runs: dict[Tree, StepRun] = {}
         self._seconds: dict[Tree, tuple[float, float]] = {}
         self._flops: dict[Tree, int] = {}
@@ -95,8 +111,10 @@ class StepRuns:
         if self._plain is not None and tree == self.plain_tree:
             return self._plain.under(self._plain.plain_tree)
         if tree not in self._runs:
-            self._runs[tree] = self._run(tree)
-        return self._runs[tree]
+            self._runs[tree] = _most(self._peers.all(lambda: self._run(tree)))
+        run = self._runs[tree]
+        backward_bytes = run.backward_bytes + self.waiting_bytes
+        return replace(run, peak_bytes=max(run.peak_bytes, backward_bytes), backward_bytes=backward_bytes)
 
     def seconds(self, tree: Tree) -> tuple[float, float]:
         """Return the seconds of the forward and of the whole step under a tree."""
@@ -104,7 +122,9 @@ class StepRuns:
             return self._plain.seconds(self._plain.plain_tree)
         if tree not in self._seconds:
             if self._machine.is_here:
-                self._seconds[tree] = min((self._clocked(tree) for _ in range(_CLOCKED)), key=lambda one: one[1])
+                turns = [self._peers.all(lambda: self._clocked(tree)) for _ in range(_CLOCKED)]
+                slowest = [max(one, key=lambda seconds: seconds[1]) for one in turns]
+                self._seconds[tree] = min(slowest, key=lambda seconds: seconds[1])
             else:
                 self._seconds[tree] = self.under(tree).seconds
         return self._seconds[tree]
@@ -130,6 +150,10 @@ class StepRuns:
             self._flops[tree] = flops.total
         return self._flops[tree]
 
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Return what each process has found, so that all go on alike."""
+        return self._peers.all(work)
+
     def _installed(self, tree: Tree) -> AbstractContextManager[None]:
         return installed(self._model, calls_of(self._units), tree, Settings())
 
@@ -149,6 +173,13 @@ class StepRuns:
             events = StepEvents(trace=recorder.trace, start=start, backward=backward, before_bytes=0)
             del loss
         return _read(events, before)
+
+
+def _most(told: Sequence[StepRun]) -> StepRun:
+    """Return the run of the process that needs most, with the most bytes of any."""
+    most = max(told, key=lambda one: one.peak_bytes)
+    names = ("kept_bytes", "forward_bytes", "backward_bytes")
+    return replace(most, **{name: max(getattr(one, name) for one in told) for name in names})
 
 
 def _entered(mark: Callable[[str], int], module: str) -> None:

@@ -99,7 +99,7 @@ class RunSearch:
         with self.search_budget.running():
             for way in self.search_budget.parts(self._ways):
                 self.search_budget.tell("judging")
-                if (found and self.search_budget.is_over) or way.peak_bytes(way.order) > limit_bytes:
+                if (found and self._is_over) or way.peak_bytes(way.order) > limit_bytes:
                     continue
                 again = self._fewest(way, limit_bytes)
                 found.append((self._judged(way, again), way, again))
@@ -116,9 +116,16 @@ class RunSearch:
         with self.search_budget.running():
             lowest = self._ways[0]
             for way in self.search_budget.parts(self._ways):
-                if not self.search_budget.is_over:
+                if not self._is_over:
                     lowest = min(lowest, way, key=lambda one: one.peak_bytes(one.order))
         return min(self.plain, self._judged(lowest, lowest.order), key=rank_of_bytes)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no time is left in some process: all of them stop at the same run."""
+        runs = self.pair.blocks.runs
+        assert runs is not None
+        return any(runs.everywhere(lambda: self.search_budget.is_over))
 
     @cached_property
     def _ways(self) -> list[_RunUnits]:
@@ -135,7 +142,7 @@ class RunSearch:
     def _fewest(self, way: _RunUnits, limit_bytes: int) -> list[int]:
         """Return the first stretches that suffice for a limit that all of them suffice for."""
         least, most = 0, len(way.order)  # so many do not suffice, and so many do
-        while most - least > 1 and not self.search_budget.is_over:
+        while most - least > 1 and not self._is_over:
             middle = (least + most) // 2
             fits = way.peak_bytes(way.order[:middle]) <= limit_bytes
             least, most = (least, middle) if fits else (middle, most)
@@ -144,7 +151,7 @@ class RunSearch:
     def _polished(self, way: _RunUnits, again: list[int], limit_bytes: int) -> list[int]:
         """Return those of some stretches that are needed for a limit."""
         for place in reversed(again):
-            if self.search_budget.is_over:
+            if self._is_over:
                 break
             self.search_budget.tell("polishing")
             fewer = [one for one in again if one != place]
