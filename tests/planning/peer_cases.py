@@ -24,7 +24,7 @@ from planning.gradient_steps import Energy, molecule
 from planning.steps import profile, traced_peak, under
 from probes.memory import record_allocations
 from probes.planning import Here, KeepNode, evaluate, flow_of, options_with, predict, profiling
-from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
+from torchremat import Adaptive, BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -499,26 +499,31 @@ def no_plan_fits():
         plan(DistributedDataParallel(net()), step, budget="1KiB")
 
 
-def forces(atoms):
-    """A model and a step that takes a gradient itself, of a molecule of each process."""
-    model = DistributedDataParallel(Energy())
-    torch.manual_seed(dist.get_rank())
-    kinds, positions, i, j = molecule(atoms)
+def forces(model, given):
+    kinds, positions, i, j = given
+    own = positions.clone().requires_grad_()
+    energy = model(kinds, own, i, j)
+    (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+    return 1e-3 * energy + gradient.square().mean()
 
-    def step(model):
-        own = positions.clone().requires_grad_()
-        energy = model(kinds, own, i, j)
-        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
-        return 1e-3 * energy + gradient.square().mean()
 
-    return model, step
+@contextmanager
+def energies():
+    """A model of energies, which trains on forces as well: its step takes a gradient itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Grad strides do not match")  # torch's own, of a gradient of shape [1, 16]
+        torch.manual_seed(0)
+        yield DistributedDataParallel(Energy())
 
 
 def a_step_that_takes_gradients_itself():
     # What it needs is found by running it, in both at the same time.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Grad strides do not match")  # torch's own, of a gradient of shape [1, 16]
-        model, step = forces(24)
+    given = molecule()
+
+    def step(model):
+        return forces(model, given)
+
+    with energies() as model:
         planner = Planner(model, step)
         plain = planner.plan("100%").peak_bytes
         least, half = (verified(model, planner.plan(size), step) for size in ("min", "70%"))
@@ -530,16 +535,36 @@ def a_step_that_takes_gradients_itself():
 
 
 def the_larger_step_that_takes_gradients_itself_counts():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Grad strides do not match")
-        model, step = forces(16 + 8 * dist.get_rank())
+    given = molecule(16 + 8 * dist.get_rank())
+
+    def step(model):
+        return forces(model, given)
+
+    with energies() as model:
         chosen = plan(model, step, budget="min")
+        chosen.apply(model)
+        peaks = everywhere(measure(model, step).peak_bytes)
 
         first, second = everywhere(chosen)
         assert first == second
-        chosen.apply(model)
-        peaks = everywhere(measure(model, step).peak_bytes)
         assert min(peaks) < max(peaks) <= chosen.peak_bytes
+
+
+def sizes_of_a_step_that_takes_gradients_itself():
+    with energies() as model:
+        adapting = partial(Adaptive, model, forces, shape=lambda given: given[0].shape)
+        with adapting(budget=10**9) as adaptive:
+            adaptive.learn(*(molecule(atoms + 2 * dist.get_rank()) for atoms in (6, 10, 14)))
+            assert adaptive.learned == 3
+            adaptive(molecule(12 + dist.get_rank()))
+            (largest,) = everywhere(adaptive.plans)[0]
+            assert largest.shape == (13,) and largest.recomputed_calls == 0
+        with adapting(budget=largest.peak_bytes) as smaller:
+            smaller.learn(*map(molecule, (6, 8, 10)))
+            smaller(molecule(13))
+            (planned,) = everywhere(smaller.plans)[0]
+            assert planned.recomputed_calls > 0
+            assert planned.peak_bytes < largest.peak_bytes
 
 
 CASES = {
@@ -569,6 +594,7 @@ CASES = {
         a_frontier_whose_search_ends_in_one_process,
         a_step_that_takes_gradients_itself,
         the_larger_step_that_takes_gradients_itself_counts,
+        sizes_of_a_step_that_takes_gradients_itself,
         all_watch_what_one_has_memory_for,
         no_process_runs_what_one_has_no_room_for,
         what_one_process_would_not_repeat_none_recomputes,

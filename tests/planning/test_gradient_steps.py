@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from planning.gradient_steps import STEPS, mlp
+from planning.gradient_steps import STEPS, Energy, mlp, molecule
 from torchremat import (
     Adaptive,
     BudgetError,
     Disk,
     Plan,
+    Planner,
     RepeatWarning,
     StepError,
     UnsupportedError,
@@ -93,10 +94,13 @@ def test_the_budget_of_the_plain_step_needs_no_region():
 
 def test_a_budget_below_the_smallest_names_the_smallest():
     model, step = STEPS["forces"]()
-    smallest = plan(model, step, budget="min", cost="flops").budget_bytes
+    planner = Planner(model, step, cost="flops")
+    smallest = planner.floor_bytes
 
+    assert smallest < planner.plan("min").budget_bytes < 1.02 * smallest  # the cheapest near it
     with pytest.raises(BudgetError, match=f"Smallest budget that works: {smallest} bytes.*backward of"):
-        plan(model, step, budget=smallest - 1, cost="flops")
+        planner.plan(smallest - 1)
+    assert planner.plan(smallest).peak_bytes <= smallest
 
 
 def test_the_optimizer_counts():
@@ -233,6 +237,45 @@ def test_modules_made_of_others_attributes_run_their_own_weights_in_all_runs():
     assert len(losses) == 1
 
 
+def gradients(model, train):
+    model.zero_grad()
+    train()
+    return [one.grad.clone() for one in model.parameters()]
+
+
+def test_sizes_that_change_are_planned_from_a_few():
+    model = Energy()
+
+    def step(model, given):
+        kinds, positions, i, j = given
+        own = positions.clone().requires_grad_()
+        energy = model(kinds, own, i, j)
+        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+        return 1e-3 * energy + gradient.square().mean()
+
+    def plain(given):
+        return measure(model, lambda model: step(model, given))
+
+    budget = plain(molecule(20)).peak_bytes
+    adaptive = Adaptive(model, step, budget=budget, shape=lambda given: given[0].shape, cost="flops")
+    adaptive.learn(*map(molecule, (8, 12, 16)))
+
+    for atoms in (10, 24, 28, 20):
+        given = molecule(atoms)
+        want = gradients(model, lambda given=given: step(model, given).backward())
+        assert all(map(torch.equal, gradients(model, lambda given=given: adaptive(given)), want))
+
+    assert adaptive.learned == 3  # no other size was run for a plan
+    first, *others = adaptive.plans
+    assert first.shape == (10,) and not first.recomputed_calls
+    assert all(one.recomputed_calls > 0 for one in others)
+    for one in adaptive.plans:
+        assert one.peak_bytes <= budget
+        # Of sizes that were not run the peak is exact: it is a polynomial of the number of atoms.
+        assert one.measured_bytes is None or one.measured_bytes == one.peak_bytes
+    assert budget < plain(molecule(24)).peak_bytes
+
+
 # ------------------------------------------------------------------------------------------------------- what is not
 
 
@@ -265,11 +308,3 @@ def test_stores_are_around_the_step():
 
     assert measure(model, stored).kept_bytes < plain.kept_bytes
     assert disk.statistics.peak_stored_bytes > 0
-
-
-def test_adaptive_is_refused():
-    model, step = STEPS["forces"]()
-    adaptive = Adaptive(model, lambda model, batch: step(model), budget=10**9)
-
-    with pytest.raises(UnsupportedError, match=r"takes gradients itself.*`plan` the largest, and `apply` the plan"):
-        adaptive.learn(torch.ones(2))

@@ -218,7 +218,7 @@ class Planner(ProfiledStep):
             return max(self._peers.all(lambda: self.bytes_of(given.budget)))
 
         def smallest() -> int:
-            found = [self.by_one(partial(_lowest_bytes, self._in(way))) for way in self._ways]
+            found = [self.by_one(partial(_smallest_bytes, self._in(way))) for way in self._ways]
             return min(found) + given.reserved_bytes
 
         plain_bytes, _ = self.plain_peak()
@@ -233,9 +233,9 @@ class Planner(ProfiledStep):
             return frontier_of([self._in(way) for way in self._ways], points)
 
 
-def _lowest_bytes(profiled: ProfiledStep) -> int:
+def _smallest_bytes(profiled: ProfiledStep) -> int:
     with heap_set_aside(), profiled.solver.search_budget.running(1 - SOLVING_SHARE):
-        return profiled.lowest_bytes
+        return profiled.smallest_bytes
 
 
 @contextmanager

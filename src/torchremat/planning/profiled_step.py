@@ -105,8 +105,8 @@ class ProfiledStep:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = pair.blocks
         for own in pair.all:
-            if own.runs is not None:
-                own.runs.let(self._profiled_state)
+            if own.runs is not None and own.runs.runner is not None:
+                own.runs.runner.let(self._profiled_state)
         with placed.profiling():
             if self.profile.runs is None:
                 self.solver: Search | RunSearch = Search(
@@ -153,6 +153,11 @@ class ProfiledStep:
         lowest_bytes = self.peak_of(self.solver.floor)
         is_plain = self.peak_of(self.solver.plain) <= lowest_bytes  # which needs no room
         return lowest_bytes if is_plain else self.budget_for(lowest_bytes)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The budget `"min"`: the lowest, or a little more where the very lowest peak takes runs in runs."""
+        return self.lowest_bytes + int(self.solver.spare_share * self.solver.floor.prediction.peak_bytes)
 
     def budget_for(self, peak_bytes: int) -> int:
         """Return the smallest budget for which a plan with a predicted peak is made."""

@@ -109,8 +109,8 @@ def beside(pair: ProfilePair, waiting_bytes: int) -> ProfilePair:
 def _beside(profile: Profile, waiting_bytes: int) -> Profile:
     if not waiting_bytes:
         return profile
-    if profile.runs is not None:
-        profile.runs.waiting_bytes = waiting_bytes
+    if profile.runs is not None and profile.runs.runner is not None:
+        profile.runs.runner.waiting_bytes = waiting_bytes
     forward = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
     extra = {key: size + waiting_bytes * (key[0] not in forward) for key, size in profile.extra_bytes.items()}
     return replace(profile, extra_bytes=extra)

@@ -28,13 +28,11 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from torchremat._compat.collectives import is_distributed
 from torchremat.errors import bug
 from torchremat.measuring.communication import has_first_buckets
 from torchremat.measuring.exhaustion import IfItFits, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
 from torchremat.planning.devices.machines import ForwardSeconds, Machine, has_room
 from torchremat.planning.exactness.not_replayable import RETAINED, UNEQUAL
 from torchremat.planning.exactness.replayability import Repeats, RetainedError, UnlikeError, leave_out, tried
@@ -44,7 +42,7 @@ from torchremat.planning.profiles.grain import find_units, finest_units, grain_o
 from torchremat.planning.profiles.optimizers import OptimizerBytes, knows_order, measure_optimizer, state_made
 from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.run_profile import profile_by_runs
+from torchremat.planning.profiles.run_profile import as_profiled, profile_by_runs
 from torchremat.planning.profiles.scaling import scaled
 from torchremat.planning.profiles.splitting import Way, are_few, names_within, peaks_of, split_by, ways_of
 from torchremat.planning.profiles.traces import Trace
@@ -170,10 +168,9 @@ class _Profiling:
 
     def by_runs(self, units: Units, finest: Units) -> ProfilePair:
         """Return the profiles of a step that takes gradients itself."""
-        if is_distributed():
-            self.meet(self.ran)  # shows who communicates in the backward, and makes the last buckets of gradients
         profiled = partial(profile_by_runs, self.model, self.subject, machine=self.machine, peers=self.peers)
-        blocks = replace(profiled(units), optimizer=self.meet(self.optimizer))
+        # Its runs show who communicates in the backward, and make the last buckets of gradients.
+        blocks = replace(self.meet(partial(profiled, units)), optimizer=self.meet(self.optimizer))
 
         def beside(others: Units | None) -> Profile | None:
             if others is None or others is units or not are_few(others) or self.some_fail(others):
@@ -181,12 +178,11 @@ class _Profiling:
             return profiled(others, beside=blocks)
 
         around = None if self.peers.are_several else units_around(units)
-        return ProfilePair(blocks=blocks, leaves=beside(finest), around=beside(around))
-
-    def ran(self) -> None:
-        """Run the plain step once."""
-        with self.subject.untouched():
-            run_backward(self.subject.forward())
+        pair = ProfilePair(blocks=blocks, leaves=beside(finest), around=beside(around))
+        for own in pair.all:
+            if own.runs is not None and own.runs.runner is not None:
+                own.runs.runner.let(partial(as_profiled, self.subject, self.machine))
+        return pair
 
     def also(self, units: Units, way: Way, seconds: ForwardSeconds | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if it does not fit in some process."""

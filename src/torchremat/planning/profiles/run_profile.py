@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -10,10 +12,12 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.runs import Subject
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.peers.peers import Peers
+from torchremat.planning.profiles.optimizers import state_made
 from torchremat.planning.profiles.reading import Profile, UnitCosts
-from torchremat.planning.profiles.step_runs import StepRuns
+from torchremat.planning.profiles.step_runs import StepRunner, StepRuns
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.simulator.points import Lifetimes, UnitBytes
+from torchremat.schedules.chain import KeepNode
 
 
 def not_by_runs(why: str) -> UnsupportedError:
@@ -22,6 +26,13 @@ def not_by_runs(why: str) -> UnsupportedError:
         f"the step takes gradients itself (`torch.autograd.grad` in it), and is planned by running it under each plan. "
         f"{why}"
     )
+
+
+@contextmanager
+def as_profiled(subject: Subject, machine: Machine) -> Generator[None]:
+    """Let a step run in the block as it has in its profile."""
+    with machine.entered(), state_made(subject):
+        yield
 
 
 def profile_by_runs(
@@ -44,7 +55,11 @@ def profile_by_runs(
         peers: The processes that run it together.
         beside: The profile of the same step over other units, if known.
     """
-    runs = StepRuns(model, subject, units, machine, peers, None if beside is None else beside.runs)
+    runs = StepRuns(
+        plain_tree=tuple(map(KeepNode, range(len(units.units)))),
+        runner=StepRunner(model, subject, units, machine, peers),
+        plain=None if beside is None else beside.runs,
+    )
     with subject.untouched():
         before = subject.before(machine.device)
     sizes = tuple(_size_of(units, unit) for unit in range(len(units.units)))

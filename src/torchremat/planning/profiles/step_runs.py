@@ -10,9 +10,9 @@ the model run it together, each under the same tree, and what one of them needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat.errors import bug
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import module_stack
@@ -32,7 +33,7 @@ from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import KeepNode, Tree
+from torchremat.schedules.chain import Tree
 
 # Of each tree that fits, the fastest of so many runs counts: noise only adds.
 _CLOCKED = 3
@@ -65,8 +66,8 @@ class StepRun:
     curve: tuple[tuple[float, int, str], ...]
 
 
-class StepRuns:
-    """Runs a step under trees, each once.
+class StepRunner:
+    """Runs a step under trees, in all processes that train the model.
 
     Args:
         model: The model.
@@ -74,60 +75,47 @@ class StepRuns:
         units: The units that trees are over.
         machine: Where it runs.
         peers: The processes that run it together.
-        plain: Other runs of the same step, which may know the plain one.
 
     Attributes:
         waiting_bytes: Bytes of reduced gradients that may be live in a backward beside those that a run has shown.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        subject: Subject,
-        units: Units,
-        machine: Machine,
-        peers: Peers,
-        plain: StepRuns | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, subject: Subject, units: Units, machine: Machine, peers: Peers) -> None:
         self._model, self._subject, self._units, self._machine, self._peers = model, subject, units, machine, peers
-        self.waiting_bytes = 0
-        self._runs: dict[Tree, StepRun] = {}
-        self._seconds: dict[Tree, tuple[float, float]] = {}
-        self._flops: dict[Tree, int] = {}
-        self._plain = plain
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.waiting_bytes = 0
 
     def let(self, around: Callable[[], AbstractContextManager[None]]) -> None:
         """Run in a context from now on, which makes the state that the step was profiled in."""
         self._around = around
 
-    @property
-    def plain_tree(self) -> Tree:
-        """The tree that keeps everything."""
-        return tuple(map(KeepNode, range(len(self._units.units))))
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Return what each process has found, so that all go on alike."""
+        return self._peers.all(work)
 
-    def under(self, tree: Tree) -> StepRun:
-        """Return what the step needs under a tree."""
-        if self._plain is not None and tree == self.plain_tree:
-            return self._plain.under(self._plain.plain_tree)
-        if tree not in self._runs:
-            self._runs[tree] = _most(self._peers.all(lambda: self._run(tree)))
-        run = self._runs[tree]
-        backward_bytes = run.backward_bytes + self.waiting_bytes
-        return replace(run, peak_bytes=max(run.peak_bytes, backward_bytes), backward_bytes=backward_bytes)
+    def run(self, tree: Tree) -> StepRun:
+        """Return what the step needs under a tree in the process that needs most."""
+        found = _most(self._peers.all(lambda: self._run(tree)))
+        backward_bytes = found.backward_bytes + self.waiting_bytes
+        return replace(found, peak_bytes=max(found.peak_bytes, backward_bytes), backward_bytes=backward_bytes)
 
-    def seconds(self, tree: Tree) -> tuple[float, float]:
-        """Return the seconds of the forward and of the whole step under a tree."""
-        if self._plain is not None and tree == self.plain_tree:
-            return self._plain.seconds(self._plain.plain_tree)
-        if tree not in self._seconds:
-            if self._machine.is_here:
-                turns = [self._peers.all(lambda: self._clocked(tree)) for _ in range(_CLOCKED)]
-                slowest = [max(one, key=lambda seconds: seconds[1]) for one in turns]
-                self._seconds[tree] = min(slowest, key=lambda seconds: seconds[1])
-            else:
-                self._seconds[tree] = self.under(tree).seconds
-        return self._seconds[tree]
+    def seconds(self, tree: Tree) -> tuple[float, float] | None:
+        """Return the seconds of the forward and of the whole step; None where these must come from its record."""
+        if not self._machine.is_here:
+            return None
+        turns = [self._peers.all(lambda: self._clocked(tree)) for _ in range(_CLOCKED)]
+        slowest = [max(one, key=lambda seconds: seconds[1]) for one in turns]
+        return min(slowest, key=lambda seconds: seconds[1])
+
+    def flops(self, tree: Tree) -> int:
+        """Return the flops of the step under a tree, of this process."""
+        # A run of its own: what counts holds tensors for longer.
+        with self._around(), self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
+            run_backward(self._subject.forward())
+        return flops.total
+
+    def _installed(self, tree: Tree) -> AbstractContextManager[None]:
+        return installed(self._model, calls_of(self._units), tree, Settings())
 
     def _clocked(self, tree: Tree) -> tuple[float, float]:
         device = self._machine.device
@@ -138,24 +126,6 @@ class StepRuns:
             forward_s = clock(device) - start_s
             run_backward(loss)
             return forward_s, clock(device) - start_s
-
-    def flops(self, tree: Tree) -> int:
-        """Return the flops of the step under a tree."""
-        if self._plain is not None and tree == self.plain_tree:
-            return self._plain.flops(self._plain.plain_tree)
-        if tree not in self._flops:
-            # A run of its own: what counts holds tensors for longer.
-            with self._around(), self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
-                run_backward(self._subject.forward())
-            self._flops[tree] = flops.total
-        return self._flops[tree]
-
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Return what each process has found, so that all go on alike."""
-        return self._peers.all(work)
-
-    def _installed(self, tree: Tree) -> AbstractContextManager[None]:
-        return installed(self._model, calls_of(self._units), tree, Settings())
 
     def _run(self, tree: Tree) -> StepRun:
         with self._around(), self._subject.untouched():
@@ -173,6 +143,87 @@ class StepRuns:
             events = StepEvents(trace=recorder.trace, start=start, backward=backward, before_bytes=0)
             del loss
         return _read(events, before)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRuns:
+    """What a step needs under trees: found by running it, each tree once, and noted.
+
+    Attributes:
+        plain_tree: The tree that keeps everything.
+        runner: Runs the step; None if all is known that is asked for.
+        plain: Other runs of the same step, which may know the plain one.
+    """
+
+    plain_tree: Tree
+    runner: StepRunner | None = None
+    plain: StepRuns | None = None
+    _runs: dict[Tree, StepRun] = field(default_factory=dict[Tree, StepRun])
+    _seconds: dict[Tree, tuple[float, float]] = field(default_factory=dict[Tree, "tuple[float, float]"])
+    _flops: dict[Tree, int] = field(default_factory=dict[Tree, int])
+
+    def under(self, tree: Tree) -> StepRun:
+        """Return what the step needs under a tree."""
+        return self._known(tree, lambda own: own._runs, StepRunner.run, StepRuns.under)
+
+    def seconds(self, tree: Tree) -> tuple[float, float]:
+        """Return the seconds of the forward and of the whole step under a tree."""
+        return self._known(
+            tree,
+            lambda own: own._seconds,
+            lambda runner, tree: runner.seconds(tree) or self.under(tree).seconds,
+            StepRuns.seconds,
+        )
+
+    def flops(self, tree: Tree) -> int:
+        """Return the flops of the step under a tree."""
+        return self._known(tree, lambda own: own._flops, StepRunner.flops, StepRuns.flops)
+
+    def _known(
+        self,
+        tree: Tree,
+        notes: Callable[[StepRuns], dict[Tree, T]],
+        found: Callable[[StepRunner, Tree], T],
+        asked: Callable[[StepRuns, Tree], T],
+    ) -> T:
+        if self.plain is not None and tree == self.plain_tree:
+            return asked(self.plain, self.plain.plain_tree)
+        own = notes(self)
+        if tree not in own:
+            if self.runner is None:
+                raise bug(f"the step was not run under {tree}")
+            own[tree] = found(self.runner, tree)
+        return own[tree]
+
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """The trees that are known."""
+        return tuple(self._runs)
+
+    def noted(self, trees: Iterable[Tree]) -> StepRuns:
+        """Return the same for the plain tree and some others, without the means to run it."""
+        every = dict.fromkeys((self.plain_tree, *trees))
+        return StepRuns(
+            plain_tree=self.plain_tree,
+            _runs={tree: replace(self.under(tree), curve=()) for tree in every},
+            _seconds={tree: self.seconds(tree) for tree in every},
+            _flops={tree: self.flops(tree) for tree in every},
+        )
+
+    def mapped(self, size: Callable[[int], int], factor: float) -> StepRuns:
+        """Return the same for a step of other sizes: with another figure in place of each, and longer by a factor."""
+        return replace(
+            self,
+            _runs={tree: _mapped(run, size) for tree, run in self._runs.items()},
+            _seconds={tree: (factor * forward_s, factor * all_s) for tree, (forward_s, all_s) in self._seconds.items()},
+            _flops={tree: size(flops) for tree, flops in self._flops.items()},
+        )
+
+
+def _mapped(run: StepRun, size: Callable[[int], int]) -> StepRun:
+    names = ("kept_bytes", "forward_bytes", "backward_bytes")
+    found = replace(run, **{name: size(getattr(run, name)) for name in names})
+    return replace(found, peak_bytes=max(found.forward_bytes, found.backward_bytes))
 
 
 def _most(told: Sequence[StepRun]) -> StepRun:

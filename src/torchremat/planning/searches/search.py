@@ -44,6 +44,9 @@ class Search:
     units, one more search is over whole steps.
     """
 
+    # The share by which the budget "min" is above the lowest peak.
+    spare_share = 0.0
+
     def __init__(
         self,
         pair: ProfilePair,

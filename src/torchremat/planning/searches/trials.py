@@ -9,8 +9,9 @@ polish       of the fastest two, regions that the limit does not need after all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profile_pair import ProfilePair
@@ -26,6 +27,9 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _NESTED = (3, 6, 12)
 
 _POLISHED = 2
+
+# The limits of a ladder are this ratio apart.
+_RUNG = 0.85
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,9 @@ class RunSearch:
         pair: The profiles.
     """
 
+    # As `Search.spare_share`: the last percent takes regions in regions, and up to twice the time.
+    spare_share = 0.02
+
     def __init__(self, pair: ProfilePair, options: PlanOptions, *, search_budget: SearchBudget) -> None:
         self.cost_unit: Cost = options.cost
         self.search_budget = search_budget
@@ -124,8 +131,8 @@ class RunSearch:
     def _is_over(self) -> bool:
         """Whether no time is left in some process: all of them stop at the same run."""
         runs = self.pair.blocks.runs
-        assert runs is not None
-        return any(runs.everywhere(lambda: self.search_budget.is_over))
+        assert runs is not None and runs.runner is not None
+        return any(runs.runner.everywhere(lambda: self.search_budget.is_over))
 
     @cached_property
     def _ways(self) -> list[_RunUnits]:
@@ -160,7 +167,56 @@ class RunSearch:
         return again
 
     def _judged(self, way: _RunUnits, again: Sequence[int]) -> Candidate:
-        tree = way.tree(again)
-        prediction = predict(way.profile, tree)
-        cost = amount(way.profile, self.cost_unit, prediction)
-        return Candidate(profile=way.profile, tree=tree, prediction=prediction, cost=cost)
+        return judged(way.profile, way.tree(again), self.cost_unit)
+
+
+def judged(profile: Profile, tree: Tree, cost_unit: Cost) -> Candidate:
+    """Return a tree of a step that takes gradients itself, with what its run has shown."""
+    prediction = predict(profile, tree)
+    return Candidate(profile=profile, tree=tree, prediction=prediction, cost=amount(profile, cost_unit, prediction))
+
+
+Ladder: TypeAlias = tuple[tuple[str, ...], tuple[Tree, ...]]
+"""Trees for limits from that of the plain step down to the floor, and the names of the units that they are over."""
+
+
+def ladder_of(profile: Profile) -> Ladder:
+    """Return the ladder that the runs of a profile were noted for."""
+    assert profile.runs is not None
+    return tuple(unit.name for unit in profile.units.units), profile.runs.trees
+
+
+def with_ladder(pair: ProfilePair, options: PlanOptions, known: Sequence[Ladder]) -> ProfilePair:
+    """Return the profile of a step that takes gradients itself with figures, what it needs under the trees of a ladder.
+
+    Of any other step the profile is returned as it is.
+
+    Args:
+        pair: The profile, which can run the step.
+        options: How the ladder is searched for.
+        known: Ladders of the same step at other sizes; one over the same units is taken, so that figures can be fitted.
+    """
+    if pair.blocks.runs is None:
+        return pair
+    found = dict(known)
+    for own in pair.all:
+        trees = found.get(tuple(unit.name for unit in own.units.units))
+        if trees is not None:
+            break
+    else:
+        own, trees = _ladder(pair, options)
+    assert own.runs is not None
+    return ProfilePair(blocks=replace(own, runs=own.runs.noted(trees)), leaves=None)
+
+
+def _ladder(pair: ProfilePair, options: PlanOptions) -> tuple[Profile, list[Tree]]:
+    search_budget = SearchBudget()
+    with search_budget.running():
+        floor = RunSearch(pair, options, search_budget=search_budget).floor
+        own = ProfilePair(blocks=floor.profile, leaves=None)
+        search = RunSearch(own, options, search_budget=search_budget)
+        limit_bytes, trees = search.plain.prediction.peak_bytes, list[Tree]()
+        while (limit_bytes := int(_RUNG * limit_bytes)) > floor.prediction.peak_bytes:
+            if (found := search.solve(limit_bytes)) is not None:
+                trees.append(found.tree)
+        return floor.profile, [*trees, floor.tree]

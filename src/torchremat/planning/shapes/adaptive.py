@@ -29,7 +29,7 @@ from torchremat.errors import BudgetError, BudgetWarning, StepError, Unsupported
 from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.runs import subject_of
-from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
+from torchremat.measuring.step import check_takes, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.module_runs import keeps_in_store
@@ -41,7 +41,8 @@ from torchremat.planning.parameter_bytes import parameter_bytes
 from torchremat.planning.peers.agreement import profiled_together
 from torchremat.planning.peers.peers import Group, peers_of
 from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
-from torchremat.planning.shapes.batches import Look, look_of
+from torchremat.planning.searches.trials import with_ladder
+from torchremat.planning.shapes.batches import Look, look_of, step_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape
 from torchremat.planning.shapes.decisions import Decisions, Measured, Over, ShapeDecision
 from torchremat.planning.shapes.fits import Shape
@@ -120,10 +121,10 @@ class Adaptive(Generic[B]):
                 f"step: expected a function that is called as `step(model, batch)`, got {type(step).__name__}."
             )
         check_takes(step, "step(model, batch)", model, None)
-        self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
+        self._device = subject_of(step_of(step), model, optimizer, needs_model=True).device(device)
         if relative_of(budget) is not None:
             raise BudgetError(f"budget={budget!r} differs from shape to shape; give the budget in bytes.")
-        checked = PlanOptions(group=group, accumulates=accumulates, **options)
+        self._options = PlanOptions(group=group, accumulates=accumulates, **options)
         check_flags(release_gradients=release_gradients, accumulates=accumulates)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
@@ -144,13 +145,15 @@ class Adaptive(Generic[B]):
         self._optimizer = optimizer
         self._accumulates = accumulates
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
-        self._words = f"{checked.in_words}, over={over!r}, classes={classes}, release_gradients={release_gradients}"
+        self._words = (
+            f"{self._options.in_words}, over={over!r}, classes={classes}, release_gradients={release_gradients}"
+        )
         self._decisions = Decisions(
             budget=str(budget),
             budget_bytes=self.budget_bytes,
             limit_bytes=limit_bytes,
             over=over,
-            classes=Classes(limit_bytes, classes, checked),
+            classes=Classes(limit_bytes, classes, self._options),
             optimizer=optimizer,
         )
         self._repeats = Repeats()
@@ -328,7 +331,7 @@ class Adaptive(Generic[B]):
         return found
 
     def _learn(self, look: Look, batch: B) -> None:
-        step = _bound(self._step, batch, look.tensors)
+        step = step_of(self._step, batch, look.tensors)
         # A batch may be learned after its step, whose own gradients are there then.
         begins = True if self._accumulates else False if have_gradients(self._model.parameters()) else None
         subject = subject_of(step, self._model, self._optimizer, accumulates=begins)
@@ -339,8 +342,9 @@ class Adaptive(Generic[B]):
             agreed = profiled_together(
                 self._peers, self._model, subject, machine, self._repeats, self._words, leaves=leaves
             )
+            found = with_ladder(agreed.pair, self._options, self._peers.at(0, self._decisions.ladders))
         # The largest step is of another process each time, and one process decides by all of them.
-        pair = self._peers.at(agreed.largest, lambda: agreed.pair)
+        pair = self._peers.at(agreed.largest, lambda: found)
         if keeps_in_store(self._model):
             away = parameter_bytes(self._model, pair.blocks.units.trace, self._device)
             pair = pair.each(lambda own: replace(own, before=away.added_to(own.before)))
@@ -384,17 +388,5 @@ class Adaptive(Generic[B]):
             warn(said, BudgetWarning)
 
     def _before_bytes(self, look: Look) -> int:
-        subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
+        subject = subject_of(step_of(self._step, tensors=look.tensors), self._model, self._optimizer)
         return subject.before(self._device).total_bytes
-
-
-def _bound(
-    step: Callable[[nn.Module, B], object], batch: object = None, tensors: tuple[Tensor, ...] = ()
-) -> Callable[[nn.Module], object]:
-    """Return the step of one batch, which visibly holds the same objects as `step`, and the tensors of the batch."""
-    held = holdings_of(step)
-
-    def bound(model: nn.Module, _held: object = (held.modules, held.tensors, tensors)) -> object:
-        return step(model, cast("B", batch))
-
-    return bound

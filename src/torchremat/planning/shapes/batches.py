@@ -6,16 +6,19 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchremat.errors import StepError
+from torchremat.measuring.step import holdings_of
 from torchremat.planning.shapes.fits import Shape
 from torchremat.state.reach import tensors_inside
 from torchremat.tensors.structure import Leaf, leaves_of, split
+
+B = TypeVar("B")
 
 ShapeOf = Callable[[object], tuple[int, ...]]
 
@@ -53,6 +56,18 @@ class Look:
     words: str
     hides: bool = False
     has_gradients: bool = False
+
+
+def step_of(
+    step: Callable[[nn.Module, B], object], batch: object = None, tensors: tuple[Tensor, ...] = ()
+) -> Callable[[nn.Module], object]:
+    """Return the step of one batch, which visibly holds the same objects as `step`, and the tensors of the batch."""
+    held = holdings_of(step)
+
+    def bound(model: nn.Module, _held: object = (held.modules, held.tensors, tensors)) -> object:
+        return step(model, cast("B", batch))
+
+    return bound
 
 
 def look_of(model: nn.Module, batch: object, shape_of: ShapeOf | None, device: torch.device) -> Look:

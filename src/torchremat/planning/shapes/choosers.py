@@ -18,9 +18,10 @@ from torchremat.planning.searches.granularity import divisible, split_in
 from torchremat.planning.searches.options import selections_of
 from torchremat.planning.searches.search import Search
 from torchremat.planning.searches.solver import Solver
+from torchremat.planning.searches.trials import judged
 from torchremat.planning.shapes.families import Family
 from torchremat.planning.shapes.fits import Cover
-from torchremat.planning.simulator.prediction import Candidate
+from torchremat.planning.simulator.prediction import Candidate, rank_of_bytes
 from torchremat.schedules.chain import Tree
 
 # The limits of the ladder: this ratio apart, from the plain step down to the floor.
@@ -69,6 +70,8 @@ class Chooser:
 
         The limit is over the bytes at the start of the step; the error bound of the prediction is left free.
         """
+        if self.takes_gradients:
+            return self._of_ladder(cover, limit_bytes)
         found = self._whole(cover, limit_bytes)
         if not self.options.operators or (found.fits and found.candidate.recomputes_once):
             return found
@@ -83,6 +86,20 @@ class Chooser:
         if lowest is None or lowest.prediction.peak_bytes >= found.candidate.prediction.peak_bytes:
             return found
         return ChosenTree(candidate=lowest, fits=self._fits(cover, lowest, limit_bytes))
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the step takes gradients itself: its runs were noted for some trees, and one of them is chosen."""
+        return self.family.largest.blocks.runs is not None
+
+    def _of_ladder(self, cover: Cover, limit_bytes: int) -> ChosenTree:
+        profile = self.family.profile(cover)
+        assert profile.runs is not None
+        found = [judged(profile, tree, self.options.cost) for tree in profile.runs.trees]
+        fitting = [one for one in found if self._fits(cover, one, limit_bytes)]
+        if fitting:
+            return ChosenTree(candidate=min(fitting, key=lambda one: one.cost))
+        return ChosenTree(candidate=min(found, key=rank_of_bytes), fits=False)
 
     def _fits(self, cover: Cover, one: Candidate, limit_bytes: int) -> bool:
         peak_bytes = one.prediction.peak_bytes
@@ -122,6 +139,8 @@ class Chooser:
     @property
     def takes_apart(self) -> bool:
         """Whether units are split; not if all divisible units have options instead: then one table suffices."""
+        if self.takes_gradients:
+            return True
         pair = self.search.pair
         own = zip(pair.blocks.units.units, pair.blocks.options, strict=False)
         return not divisible(pair) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}

@@ -11,6 +11,7 @@ from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.results.descriptions import held_of
+from torchremat.planning.searches.trials import Ladder, ladder_of
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family
@@ -191,6 +192,11 @@ class Classes:
         if kind.takes_apart is None and kind.families.families:
             kind.takes_apart = any(self._chooser(kind, one).takes_apart for one in kind.families.families)
         return kind.takes_apart is not False
+
+    def ladders(self, look: Look) -> list[Ladder]:
+        """Return the trees that batches of this kind were run under, if the step takes gradients itself."""
+        largest = [one.largest.blocks for one in self._kind(look).families.families]
+        return [ladder_of(one) for one in largest if one.runs is not None]
 
     def knows(self, look: Look) -> bool:
         """Return whether a batch of this very shape was learned."""

@@ -13,6 +13,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.planning.budgets import optimizer_alone
 from torchremat.planning.layout import Calls, HeldOperators
 from torchremat.planning.profiles.profile_pair import ProfilePair
+from torchremat.planning.searches.trials import Ladder
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.classes import Classes, ForeseenBytes, PlannedShape, ShapeClass
 from torchremat.schedules.chain import Tree
@@ -103,6 +104,10 @@ class Decisions:
     def takes_apart(self) -> bool:
         """See `Classes.takes_apart`."""
         return self.classes.takes_apart(self.batch)
+
+    def ladders(self) -> list[Ladder]:
+        """See `Classes.ladders`."""
+        return self.classes.ladders(self.batch)
 
     def learn(self, pair: ProfilePair) -> None:
         """Add the profile of this step's batch."""

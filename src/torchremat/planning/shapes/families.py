@@ -17,7 +17,6 @@ import numpy as np
 from torchremat.errors import StepError
 from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.run_profile import not_by_runs
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.cuts import cut_options, with_cuts
 from torchremat.planning.searches.granularity import aligned, mixed
@@ -215,13 +214,7 @@ class Families:
         self.families: list[Family] = []
 
     def learn(self, shape: Shape, pair: ProfilePair) -> None:
-        """Add a profile to the family that it belongs to.
-
-        Raises:
-            UnsupportedError: The step takes gradients itself.
-        """
-        if pair.blocks.runs is not None:
-            raise not_by_runs("`Adaptive` does not run each batch for that: `plan` the largest, and `apply` the plan.")
+        """Add a profile to the family that it belongs to."""
         form = form_of(pair)
         for one in self.families:
             if one.knows(shape) and not one.form.fits(form):  # the model has changed since

@@ -77,7 +77,8 @@ def _trace_form(trace: Trace) -> tuple[object, ...]:
 def _profile_form(profile: Profile) -> tuple[object, ...]:
     sizes = tuple((size.saved, size.left, size.captured, size.has_backward) for size in profile.sizes)
     units = profile.units
-    return units.units, units.roots, units.others, sizes, profile.order, tuple(profile.extra_bytes)
+    trees = () if profile.runs is None else profile.runs.trees
+    return units.units, units.roots, units.others, sizes, profile.order, tuple(profile.extra_bytes), trees
 
 
 def figures_of(profile: Profile) -> Figures:
@@ -151,6 +152,7 @@ def _mapped(profile: Profile, other: _Other) -> Profile:
         before=replace(profile.before, input_bytes=size(profile.before.input_bytes)),
         seconds=profile.seconds * factor,
         forward_seconds=profile.forward_seconds * factor,
+        runs=None if profile.runs is None else profile.runs.mapped(size, factor),
     )
 
 
