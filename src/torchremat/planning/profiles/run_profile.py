@@ -55,15 +55,18 @@ def profile_by_runs(
         peers: The processes that run it together.
         beside: The profile of the same step over other units, if known.
     """
-    runs = StepRuns(
-        plain_tree=tuple(map(KeepNode, range(len(units.units)))),
-        runner=StepRunner(model, subject, units, machine, peers),
-        plain=None if beside is None else beside.runs,
+    plain_tree, runner = (
+        tuple(map(KeepNode, range(len(units.units)))),
+        StepRunner(model, subject, units, machine, peers),
     )
+    if beside is None or beside.runs is None:
+        runs = StepRuns(plain_tree=plain_tree, runner=runner)
+    else:
+        runs = beside.runs.beside(plain_tree, runner)
     with subject.untouched():
         before = subject.before(machine.device)
     sizes = tuple(_size_of(units, unit) for unit in range(len(units.units)))
-    forward_s, seconds = runs.seconds(runs.plain_tree)
+    forward_s, seconds = runs.seconds(plain_tree)
     made = Profile(
         units=units,
         sizes=sizes,

@@ -152,48 +152,45 @@ class StepRuns:
     Attributes:
         plain_tree: The tree that keeps everything.
         runner: Runs the step; None if all is known that is asked for.
-        plain: Other runs of the same step, which may know the plain one.
     """
 
     plain_tree: Tree
     runner: StepRunner | None = None
-    plain: StepRuns | None = None
     _runs: dict[Tree, StepRun] = field(default_factory=dict[Tree, StepRun])
     _seconds: dict[Tree, tuple[float, float]] = field(default_factory=dict[Tree, "tuple[float, float]"])
     _flops: dict[Tree, int] = field(default_factory=dict[Tree, int])
 
     def under(self, tree: Tree) -> StepRun:
         """Return what the step needs under a tree."""
-        return self._known(tree, lambda own: own._runs, StepRunner.run, StepRuns.under)
+        if tree not in self._runs:
+            self._runs[tree] = self._running.run(tree)
+        return self._runs[tree]
 
     def seconds(self, tree: Tree) -> tuple[float, float]:
         """Return the seconds of the forward and of the whole step under a tree."""
-        return self._known(
-            tree,
-            lambda own: own._seconds,
-            lambda runner, tree: runner.seconds(tree) or self.under(tree).seconds,
-            StepRuns.seconds,
-        )
+        if tree not in self._seconds:
+            self._seconds[tree] = self._running.seconds(tree) or self.under(tree).seconds
+        return self._seconds[tree]
 
     def flops(self, tree: Tree) -> int:
         """Return the flops of the step under a tree."""
-        return self._known(tree, lambda own: own._flops, StepRunner.flops, StepRuns.flops)
+        if tree not in self._flops:
+            self._flops[tree] = self._running.flops(tree)
+        return self._flops[tree]
 
-    def _known(
-        self,
-        tree: Tree,
-        notes: Callable[[StepRuns], dict[Tree, T]],
-        found: Callable[[StepRunner, Tree], T],
-        asked: Callable[[StepRuns, Tree], T],
-    ) -> T:
-        if self.plain is not None and tree == self.plain_tree:
-            return asked(self.plain, self.plain.plain_tree)
-        own = notes(self)
-        if tree not in own:
-            if self.runner is None:
-                raise bug(f"the step was not run under {tree}")
-            own[tree] = found(self.runner, tree)
-        return own[tree]
+    @property
+    def _running(self) -> StepRunner:
+        if self.runner is None:
+            raise bug("figures of a step were asked for that were not noted")
+        return self.runner
+
+    def beside(self, plain_tree: Tree, runner: StepRunner) -> StepRuns:
+        """Return the runs of the same step over other units, whose plain tree needs the same."""
+        found = StepRuns(plain_tree=plain_tree, runner=runner)
+        found._runs[plain_tree] = self.under(self.plain_tree)
+        found._seconds[plain_tree] = self.seconds(self.plain_tree)
+        found._flops[plain_tree] = self.flops(self.plain_tree)
+        return found
 
     @property
     def trees(self) -> tuple[Tree, ...]:
