@@ -220,7 +220,8 @@ class StepRuns:
 def _mapped(run: StepRun, size: Callable[[int], int]) -> StepRun:
     names = ("kept_bytes", "forward_bytes", "backward_bytes")
     found = replace(run, **{name: size(getattr(run, name)) for name in names})
-    return replace(found, peak_bytes=max(found.forward_bytes, found.backward_bytes))
+    slack_bytes = size(run.peak_bytes - max(run.forward_bytes, run.backward_bytes))  # of the device's allocator
+    return replace(found, peak_bytes=max(found.forward_bytes, found.backward_bytes) + slack_bytes)
 
 
 def _most(told: Sequence[StepRun]) -> StepRun:
