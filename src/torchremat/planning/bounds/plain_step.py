@@ -20,8 +20,7 @@ from torchremat._compat.operators import is_query
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import StepObserver, Subject
 from torchremat.measuring.step_record import Run, SeenValue, StepRecord, StorageFreed
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
@@ -92,19 +91,18 @@ def plain_step(
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
     with IfItFits(), stepping():
-        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
+        return peers.each(lambda: subject.train(_record(machine, cost, profile)))
     return Unseen(reason=_NO_ROOM)
 
 
-def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
+def _record(machine: Machine, cost: Cost, profile: Profile) -> StepObserver[PlainStep | Unseen]:
     flops = FlopCounter()
-    with machine.logged() as recorder, subject.untouched(), StepRecorder(flops, recorder) as log:
+    with machine.logged() as recorder, StepRecorder(flops, recorder) as log:
         log.marks = False  # allocations of the forward do not matter
-        loss = subject.forward()
+        yield
         forward = len(log.record.events), len(log.record.values)
         log.marks = log.sees_all = True
-        run_backward(loss)
-        del loss
+        yield
     step = _PlainRecord(log.record, *forward, machine.device)
     if any(run.is_compiled for run in step.runs):
         # It runs eagerly under a mode, so the record does not show the operators of a training step.

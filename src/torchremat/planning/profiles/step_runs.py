@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import module_stack
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import StepEvents
+from torchremat.measuring.observers import observe_allocations
+from torchremat.measuring.runs import StepObserver, Subject, unobserved
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.traces import named
@@ -35,29 +32,6 @@ from torchremat.schedules.chain import KeepNode, Tree
 _CLOCKED = 3
 
 _MOST_POINTS = 400
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRun:
-    """What a run of a step has needed, relative to its start.
-
-    Attributes:
-        peak_bytes: The peak.
-        where: What ran then.
-        kept_bytes: Live bytes at the end of the forward.
-        forward_bytes: Highest live bytes before the backward.
-        backward_bytes: Highest live bytes from there on.
-        seconds: Seconds of its forward and of all of it, recorded.
-        curve: Seconds since its start, live bytes, and what ran, at its highest points.
-    """
-
-    peak_bytes: int
-    where: str
-    kept_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    seconds: tuple[float, float]
-    curve: tuple[tuple[float, int, str], ...]
 
 
 class StepRuns:
@@ -75,7 +49,7 @@ class StepRuns:
         self, model: nn.Module, subject: Subject, units: Units, machine: Machine, plain: StepRuns | None = None
     ) -> None:
         self._model, self._subject, self._units, self._machine = model, subject, units, machine
-        self._runs: dict[Tree, StepRun] = {}
+        self._runs: dict[Tree, MemoryTimeline] = {}
         self._seconds: dict[Tree, tuple[float, float]] = {}
         self._flops: dict[Tree, int] = {}
         self._plain = plain
@@ -90,8 +64,8 @@ class StepRuns:
         """The tree that keeps everything."""
         return tuple(map(KeepNode, range(len(self._units.units))))
 
-    def under(self, tree: Tree) -> StepRun:
-        """Return what the step needs under a tree."""
+    def under(self, tree: Tree) -> MemoryTimeline:
+        """Return a run of the step under a tree."""
         if self._plain is not None and tree == self.plain_tree:
             return self._plain.under(self._plain.plain_tree)
         if tree not in self._runs:
@@ -106,18 +80,23 @@ class StepRuns:
             if self._machine.is_here:
                 self._seconds[tree] = min((self._clocked(tree) for _ in range(_CLOCKED)), key=lambda one: one[1])
             else:
-                self._seconds[tree] = self.under(tree).seconds
+                run = self.under(tree)
+                between = run.trace.seconds_between
+                self._seconds[tree] = between(run.start, run.backward), between(run.start, run.ends)
         return self._seconds[tree]
 
     def _clocked(self, tree: Tree) -> tuple[float, float]:
-        device = self._machine.device
-        with self._around(), self._subject.untouched(), self._installed(tree):
-            clock = accelerator_of(device).seconds
-            start_s = clock(device)
-            loss = self._subject.forward()
-            forward_s = clock(device) - start_s
-            run_backward(loss)
-            return forward_s, clock(device) - start_s
+        with self._around():
+            return self._subject.train(self._clock(tree))
+
+    def _clock(self, tree: Tree) -> StepObserver[tuple[float, float]]:
+        clock = partial(accelerator_of(self._machine.device).seconds, self._machine.device)
+        with self._installed(tree):
+            start_s = clock()
+            yield
+            forward_s = clock() - start_s
+            yield
+            return forward_s, clock() - start_s
 
     def flops(self, tree: Tree) -> int:
         """Return the flops of the step under a tree."""
@@ -125,57 +104,30 @@ class StepRuns:
             return self._plain.flops(self._plain.plain_tree)
         if tree not in self._flops:
             # A run of its own: what counts holds tensors for longer.
-            with self._around(), self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
-                run_backward(self._subject.forward())
-            self._flops[tree] = flops.total
+            counter = FlopCounter()
+            with self._around():
+                self._subject.train(unobserved(self._installed(tree), counter))
+            self._flops[tree] = counter.total
         return self._flops[tree]
 
     def _installed(self, tree: Tree) -> AbstractContextManager[None]:
         return installed(self._model, calls_of(self._units), tree, Settings())
 
-    def _run(self, tree: Tree) -> StepRun:
-        with self._around(), self._subject.untouched():
-            before = self._subject.before(self._machine.device)
-            with (
-                self._machine.record() as recorder,
-                self._installed(tree),
-                module_stack(self._subject.models, partial(_entered, recorder.mark)),
-            ):
-                start = recorder.mark("start")
-                loss = self._subject.forward()
-                backward = recorder.mark("end of forward")
-                run_backward(loss)
-                recorder.mark("end")
-            events = StepEvents(trace=recorder.trace, start=start, backward=backward, before_bytes=0)
-            del loss
-        return _read(events, before)
+    def _run(self, tree: Tree) -> MemoryTimeline:
+        subject, machine, around = self._subject, self._machine, self._installed(tree)
+        with self._around():
+            return subject.train(observe_allocations(subject, machine.device, record=machine.record, around=around))
 
 
-def _entered(mark: Callable[[str], int], module: str) -> None:
-    mark(module)
+def what_at(run: MemoryTimeline, event: int) -> str:
+    """Return in words what ran at an event of a run."""
+    module = run.module_at(event)
+    return f"the {run.phase_at(event)} of {named(module) if module else 'the step'}"
 
 
-def _read(events: StepEvents, before: BytesBefore) -> StepRun:
-    marks, ends = events.trace.marks, len(events.trace.marks) - 1
-    line, live = events.timeline(), events.trace.live[1:]
-    at = int(live.argmax()) if len(live) else 0
-    begins = int(np.searchsorted(line.in_backward, True))
-
-    def at_s(mark: int) -> float:
-        return 1e-9 * (marks[mark].time_ns - marks[events.start].time_ns)
-
-    def what(event: int) -> str:
-        module = line.module_at(event)
-        return f"the {line.phase_at(event)} of {named(module) if module else 'the step'}"
-
-    pieces = np.array_split(np.arange(len(live)), min(len(live), _MOST_POINTS)) if len(live) else []
-    highest = [int(piece[0] + live[piece].argmax()) for piece in pieces]
-    return StepRun(
-        peak_bytes=events.peak_beyond(before),
-        where=what(at) if len(live) else "the step",
-        kept_bytes=events.kept_bytes,
-        forward_bytes=max(0, int(live[:begins].max(initial=0))),
-        backward_bytes=max(0, int(live[begins:].max(initial=0))),
-        seconds=(at_s(events.backward), at_s(ends)),
-        curve=tuple((float(line.seconds[one]), int(live[one]), what(one)) for one in highest),
-    )
+def highest_of(run: MemoryTimeline) -> list[int]:
+    """Return the events of a run with the most live bytes in each of some pieces of it."""
+    if not len(run):
+        return []
+    pieces = np.array_split(np.arange(len(run)), min(len(run), _MOST_POINTS))
+    return [int(piece[0] + run.live_bytes[piece].argmax()) for piece in pieces]

@@ -18,6 +18,7 @@ from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.step_runs import highest_of, what_at
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.results.plan_data import Choice, Forecast, PlannedUnit, Point, Provenance
 from torchremat.planning.results.plans import Plan, claimed
@@ -108,9 +109,13 @@ def curve_of(
     seconds of the step in the plan.
     """
     if own.runs is not None:
-        curve = own.runs.under(tree).curve
-        scale = lasts_s / curve[-1][0] if curve and curve[-1][0] else 1.0
-        return tuple(Point(seconds=one * scale, live_bytes=fixed_bytes + live, what=what) for one, live, what in curve)
+        run = own.runs.under(tree)
+        events, live = highest_of(run), fixed_bytes + run.trace.live[1:]
+        scale = lasts_s / run.seconds[events[-1]] if events and run.seconds[events[-1]] else 1.0
+        return tuple(
+            Point(seconds=float(run.seconds[one] * scale), live_bytes=int(live[one]), what=what_at(run, one))
+            for one in events
+        )
     points: list[Point] = []
     now_s, running = 0.0, 0.0
     for state in walk_of(own, tree, offloads):

@@ -54,7 +54,8 @@ class _RunUnits:
     def peak_bytes(self, again: Sequence[int]) -> int:
         """Return the peak if some of them are regions: of a run."""
         assert self.profile.runs is not None
-        return self.profile.runs.under(self.tree(again)).peak_bytes
+        run = self.profile.runs.under(self.tree(again))
+        return run.peak_beyond(run.before)
 
     @cached_property
     def order(self) -> list[int]:

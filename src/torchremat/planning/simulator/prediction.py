@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.step_runs import StepRuns
+from torchremat.planning.profiles.step_runs import StepRuns, what_at
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Key, Live, ProgramPoint
 from torchremat.planning.simulator.simulator import MemorySimulator
@@ -104,15 +104,16 @@ def predict_within(
 
 def _by_run(profile: Profile, runs: StepRuns, tree: Tree, limit_bytes: int) -> Prediction | None:
     run, plain = runs.under(tree), runs.plain_tree
-    if run.peak_bytes > limit_bytes:
+    peak_bytes = run.peak_beyond(run.before)
+    if peak_bytes > limit_bytes:
         return None
     again = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,))]
     return Prediction(
-        peak_bytes=run.peak_bytes,
-        where=run.where,
+        peak_bytes=peak_bytes,
+        where=what_at(run, run.peak_at) if len(run) else "the step",
         kept_bytes=run.kept_bytes,
-        forward_bytes=run.forward_bytes,
-        backward_bytes=run.backward_bytes,
+        forward_bytes=run.forward_peak_bytes,
+        backward_bytes=run.backward_peak_bytes,
         seconds=max(0.0, runs.seconds(tree)[1] - runs.seconds(plain)[1]) if again else 0.0,
         nominal_s=sum(profile.nominal_s[unit][0] for unit in again),
         flops=runs.flops(tree) - runs.flops(plain),
