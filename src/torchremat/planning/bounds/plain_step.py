@@ -22,7 +22,7 @@ from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
 from torchremat.measuring.runs import StepObserver, Subject
 from torchremat.measuring.step_record import Run, SeenValue, StepRecord, StorageFreed
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.reading import Profile
@@ -91,24 +91,31 @@ def plain_step(
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
     with IfItFits(), stepping():
-        return peers.each(lambda: subject.train(_record(machine, cost, profile)))
+        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
     return Unseen(reason=_NO_ROOM)
 
 
-def _record(machine: Machine, cost: Cost, profile: Profile) -> StepObserver[PlainStep | Unseen]:
+def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     flops = FlopCounter()
-    with machine.logged() as recorder, StepRecorder(flops, recorder) as log:
-        log.marks = False  # allocations of the forward do not matter
-        yield
-        forward = len(log.record.events), len(log.record.values)
-        log.marks = log.sees_all = True
-        yield
-    step = _PlainRecord(log.record, *forward, machine.device)
+    with machine.logged() as recorder:  # around all of the run: tensors without data are compared in it
+        step = subject.train(_record(flops, recorder, machine.device))
     if any(run.is_compiled for run in step.runs):
         # It runs eagerly under a mode, so the record does not show the operators of a training step.
         return Unseen(reason=_COMPILED)
     pulls = step.pulls(None if recorder is None else recorder.trace)
     return PlainStep(flow=step.flow(_costs(step.runs, cost, profile)), pulls=pulls, flops=flops.total)
+
+
+def _record(
+    flops: FlopCounter, recorder: AllocationRecorder | None, device: torch.device
+) -> StepObserver[_PlainRecord]:
+    with StepRecorder(flops, recorder) as log:
+        log.marks = False  # allocations of the forward do not matter
+        yield
+        forward = len(log.record.events), len(log.record.values)
+        log.marks = log.sees_all = True
+        yield
+    return _PlainRecord(log.record, *forward, device)
 
 
 def _costs(runs: list[Run], cost: Cost, profile: Profile) -> list[float]:
