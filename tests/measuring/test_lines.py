@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchremat import measure, wrap
+from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.lines import OperatorStart, matched, noted
-from torchremat.measuring.timeline import UNKNOWN, OperatorLine, StepEvents
+from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, OperatorLine
 from torchremat.measuring.traces import AllocationTrace, TraceMark
 
 HERE = "tests/measuring/test_lines.py"
@@ -101,11 +102,12 @@ def line(text):
 
 def events(deltas, modules=()):
     """The events of a step, of these bytes, and the modules that run from some of them on, by position."""
-    labels = [(0, "start"), (len(deltas), "end of forward"), *modules]
+    labels = [(0, "start"), *((len(deltas), name) for name in ("end of forward", "end")), *modules]
     marks = [TraceMark(id=i, label=name, time_ns=0, position=at) for i, (at, name) in enumerate(labels)]
     columns = np.array([(i, i, delta) for i, delta in enumerate(deltas)], dtype=np.int64)
     trace = AllocationTrace.of(torch.device("cpu"), columns, marks)
-    return StepEvents(trace=trace, start=0, backward=1, before_bytes=0)
+    before = BytesBefore(parameter_bytes=0, gradient_bytes=0, buffer_bytes=0, optimizer_bytes=0, input_bytes=0)
+    return MemoryTimeline(trace=trace, start=0, backward=1, ends=2, before=before)
 
 
 def lines_of(timeline):
@@ -122,7 +124,7 @@ def test_allocations_of_two_runs_are_matched_by_size_and_temporaries_belong_to_t
     # The allocator saw a temporary of 4096 that was no tensor; the sizes of devices are rounded up to 512.
     allocator, tensors = events([1024, 4096, -4096, 2048], [(0, "m")]), events([1000, 2048], [(0, "m")])
 
-    found = matched(allocator, tensors, [OperatorStart(0, line("a")), OperatorStart(1, line("b"))])
+    found = matched(allocator, noted(tensors, [OperatorStart(0, line("a")), OperatorStart(1, line("b"))]))
 
     assert lines_of(found) == ["a", "a", "a", "b"]
 
@@ -130,14 +132,14 @@ def test_allocations_of_two_runs_are_matched_by_size_and_temporaries_belong_to_t
 def test_where_modules_were_called_otherwise_nothing_is_told():
     one, other = events([1024], [(0, "m")]), events([1024], [(0, "n")])
 
-    assert lines_of(matched(one, other, [OperatorStart(0, line("a"))])) == [""]
+    assert lines_of(matched(one, noted(other, [OperatorStart(0, line("a"))]))) == [""]
 
 
 def test_sizes_are_matched_within_one_module_alone():
     modules = [(0, "m"), (1, "n")]
     allocator, tensors = events([512, 1024, 512], modules), events([512, 512], modules)
 
-    found = matched(allocator, tensors, [OperatorStart(0, line("m")), OperatorStart(1, line("n"))])
+    found = matched(allocator, noted(tensors, [OperatorStart(0, line("m")), OperatorStart(1, line("n"))]))
 
     assert lines_of(found) == ["m", "n", "n"]
 
@@ -147,7 +149,7 @@ def test_long_stretches_are_matched_in_order():
     with_temporaries = [size for pair in zip(sizes, [8192] * 3000, strict=True) for size in pair]
     ran = [OperatorStart(place, line(str(place))) for place in range(3000)]
 
-    found = matched(events(with_temporaries), events(sizes), ran)
+    found = matched(events(with_temporaries), noted(events(sizes), ran))
 
     assert lines_of(found) == [str(place) for place in range(3000) for _ in range(2)]
 

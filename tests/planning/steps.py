@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from probes.memory import run_backward, run_counted, run_traced, subject_of
+from probes.memory import observe_allocations, observe_storages, subject_of, unobserved
 from probes.planning import (
     Bandwidth,
     Here,
@@ -165,8 +165,7 @@ def differences(found, expected):
 def known_subject(step, model):
     """A step to measure, of which it is known what it writes."""
     subject = subject_of(step, model, None)
-    with subject.untouched(looks=True):
-        run_backward(subject.forward())
+    subject.train(unobserved(), looks=True)
     return subject
 
 
@@ -178,11 +177,11 @@ class Measured:
 
     def recomputed_flops(self):
         """Flops that recomputes of the model as it is run."""
-        return run_counted(self.subject, CPU).recomputed_flops
+        return self.subject.train(observe_storages(self.subject, CPU)).recomputed_flops
 
     def peak(self):
         """The allocator's peak of the step, relative to its start."""
-        return run_traced(self.subject, CPU, before_bytes=0).peak_bytes
+        return self.subject.train(observe_allocations(self.subject, CPU)).peak_bytes
 
 
 def recomputed_flops(model, step):

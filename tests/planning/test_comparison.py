@@ -68,7 +68,7 @@ def watched(model, *, compares, finest=False):
     units = find_units(trace(model, step))
     units = finest_units(units) if finest else units
     with heap_set_aside():
-        return watch(model, subject, units, every_unit(units), here, compares=compares)
+        return subject.train(watch(model, subject, units, every_unit(units), here, compares=compares))
 
 
 def bytes_of(step):

@@ -49,14 +49,14 @@ def test_a_budget_that_needs_no_plan():
 
 def measured_with(monkeypatch, extra):
     """Let the step need more than it does, by `extra(attempt)` bytes."""
-    real, attempts = fitting.run_traced, []
+    real, attempts = fitting.observe_allocations, []
 
     def run(*args, **kwargs):
         attempts.append(1)
-        traced = real(*args, **kwargs)
+        traced = yield from real(*args, **kwargs)
         return replace(traced, trace=replace(traced.trace, slack_bytes=extra(len(attempts))))
 
-    monkeypatch.setattr(fitting, "run_traced", run)
+    monkeypatch.setattr(fitting, "observe_allocations", run)
     return attempts
 
 
@@ -85,15 +85,15 @@ def test_a_peak_that_stays_above_is_an_error_after_three_more(monkeypatch):
     planner = Planner(model, step, cost="flops")
     budget = planner.plain_peak()[0]
     before = fingerprint(model)
-    real, attempts = fitting.run_traced, []
+    real, attempts = fitting.observe_allocations, []
 
     def run(*args, **kwargs):
         attempts.append(1)
-        traced = real(*args, **kwargs)
+        traced = yield from real(*args, **kwargs)
         more = budget + 1000 - planner.fixed_bytes - traced.peak_bytes
         return replace(traced, trace=replace(traced.trace, slack_bytes=more))
 
-    monkeypatch.setattr(fitting, "run_traced", run)
+    monkeypatch.setattr(fitting, "observe_allocations", run)
 
     with pytest.raises(BudgetError, match=r"after 4 plans for .* the measured peak is still .* Give a larger budget"):
         fit_with(planner, model, budget=budget)

@@ -9,8 +9,10 @@ FSDP2                      whole gradients, not only this process's shard: they 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+
+from torch import nn
 
 from torchremat._compat.binding import overridden
 from torchremat._compat.data_parallel import is_data_parallel
@@ -20,8 +22,7 @@ from torchremat._compat.sharding import (
     unreduced_gradients_again,
     unreduced_gradients_aside,
 )
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import StepObserver, Subject
 
 
 @contextmanager
@@ -36,9 +37,13 @@ def as_the_last(subject: Subject) -> Generator[None]:
         if not adds_gradients_up(modules):
             yield
             return
-        with subject.untouched():
-            run_backward(subject.forward())
-            put_there = unreduced_gradients_again(modules)
+        put_there = subject.train(_keep_unreduced(modules))
         with unreduced_gradients_aside(modules), reducing(modules):
             put_there()
             yield
+
+
+def _keep_unreduced(modules: Sequence[nn.Module]) -> StepObserver[Callable[[], None]]:
+    yield
+    yield
+    return unreduced_gradients_again(modules)

@@ -30,7 +30,8 @@ from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug,
 from torchremat.interop.accumulating import as_the_last
 from torchremat.interop.request import BudgetRequest, say
 from torchremat.interop.training import Training, advised, check_releases, check_steps_alone
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.observers import observe_allocations
+from torchremat.measuring.runs import subject_of
 from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
@@ -221,12 +222,11 @@ class Budgeted:
         subject = subject_of(step, training.model, training.optimizer, accumulates=self._accumulates or None)
         device = subject.device()
         with as_the_last(subject):
-            with subject.untouched():
-                before = subject.before(device)
-            risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
+            traced = subject.train(observe_allocations(subject, device))
+        before = traced.before
         # The state that the optimizer has after its first step may not exist yet.
         to_come = max(0, fitted.plan.before_bytes["optimizer"] - before.optimizer_bytes)
-        return before.total_bytes + to_come + risen <= fitted.limit_bytes
+        return before.total_bytes + to_come + traced.peak_beyond(before) <= fitted.limit_bytes
 
     def _step_of(self, batch: object) -> Callable[[nn.Module], object]:
         held = _tensors_of(batch)

@@ -3,6 +3,7 @@
 A step of the user, run without a trace:
 
 step.py             the step: its result, the objects that it holds, and steps that use these up
+runs.py             the step with all that it touches, run under an observer and undone
 arguments.py        which of two arguments is the model, and which the step
 untouched.py        a run without side effects
 writes.py           the tensors that a step writes
@@ -20,7 +21,6 @@ traces.py        allocations and frees in order, with marks between
 allocator.py     recorded on any device
 profiled.py      those of the CPU, by torch's profiler
 history.py       those of CUDA, by its allocator
-glances.py       a recording that yields to any other
 tracker.py       the live bytes of tensors, without the allocator
 storages.py      the storages of a tensor
 simulation.py    the allocator and the clock of an absent device
@@ -37,7 +37,7 @@ flops.py             flops as operators run
 formulas.py          flops of operators that torch's registry lacks
 lines.py             the running operator and its line of user code
 timeline.py          live bytes over the step
-runs.py              the runs that make up a measurement
+observers.py         what it observes of a step, each in a run of its own
 measurement.py       `measure`, and its figures as text, page and trace
 curves.py            as a picture
 
@@ -46,8 +46,7 @@ The saved tensors of a forward:
 dropping.py      forwards from which autograd keeps nothing
 packed.py        the bytes behind the packed objects that autograd holds
 saving.py        a watched forward
-inventory.py     the saved tensors at its end
-keeping.py       `saved`
+keeping.py       `saved`: the saved tensors at its end
 freeing.py       the bytes that regions would free
 saved_data.py    the saved tensors as data
 saved_report.py  their totals as text, JSON and a page

@@ -22,7 +22,7 @@ from torchremat._compat.dynamo import runs_compiled_code
 from torchremat._compat.modes import sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, OperatorLine, StepEvents
+from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, OperatorLine
 
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
@@ -83,35 +83,34 @@ class OperatorLines:
         return line
 
 
-def noted(events: StepEvents, ran: Sequence[OperatorStart]) -> MemoryTimeline:
-    """Return the timeline of the same run with the noted operators."""
-    timeline = events.timeline()
+def noted(timeline: MemoryTimeline, ran: Sequence[OperatorStart]) -> MemoryTimeline:
+    """Return the timeline with the operators noted in the same run."""
     if not ran:
         return timeline
-    starts = [one.position for one in ran]
-    return _with(timeline, [bisect_right(starts, event) - 1 for event in range(len(timeline))], ran)
+    names, starts = {UNKNOWN: 0}, [one.position for one in ran]
+    places = (bisect_right(starts, event) - 1 for event in range(len(timeline)))
+    numbers = [names.setdefault(ran[place].what if place >= 0 else UNKNOWN, len(names)) for place in places]
+    return replace(timeline, operator=np.array(numbers, np.int64), operators=tuple(names))
 
 
-def matched(events: StepEvents, other: StepEvents, ran: Sequence[OperatorStart]) -> MemoryTimeline:
+def matched(timeline: MemoryTimeline, other: MemoryTimeline) -> MemoryTimeline:
     """Return the timeline of a run with the operators noted in another run of the same step.
 
     Without operators where the two runs call modules differently, as where compiled code ran.
     """
-    timeline = events.timeline()
-    if not ran or [one.label for one in events.changes] != [one.label for one in other.changes]:
+    if not len(other.operator) or [one.label for one in timeline.changes] != [one.label for one in other.changes]:
         return timeline
-    starts = [one.position for one in ran]
-    sizes, other_sizes = (_rounded(one.trace.delta_bytes.tolist()) for one in (events, other))
-    found: list[int] = []
-    for (first, last), (other_first, other_last) in zip(_stretches(events), _stretches(other), strict=True):
-        operators = [bisect_right(starts, event) - 1 for event in range(other_first, other_last)]
-        found += _matched(sizes[first:last], other_sizes[other_first:other_last], operators)
-    return _with(timeline, found, ran)
+    sizes, other_sizes = (_rounded(one.trace.delta_bytes.tolist()) for one in (timeline, other))
+    operators, found = other.operator.tolist(), list[int]()
+    for (first, last), (other_first, other_last) in zip(_stretches(timeline), _stretches(other), strict=True):
+        theirs = slice(other_first, other_last)
+        found += _matched(sizes[first:last], other_sizes[theirs], operators[theirs])
+    return replace(timeline, operator=np.array(found, np.int64), operators=other.operators)
 
 
-def _stretches(events: StepEvents) -> list[tuple[int, int]]:
-    count = len(events.trace.ptr)
-    return list(pairwise([0, *(min(one.position, count) for one in events.changes), count]))
+def _stretches(timeline: MemoryTimeline) -> list[tuple[int, int]]:
+    count = len(timeline)
+    return list(pairwise([0, *(min(one.position, count) for one in timeline.changes), count]))
 
 
 def _rounded(deltas: list[int]) -> list[int]:
@@ -119,12 +118,12 @@ def _rounded(deltas: list[int]) -> list[int]:
 
 
 def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> list[int]:
-    """Return an operator for each event of a stretch, -1 before the first operator."""
+    """Return an operator for each event of a stretch, 0 before the first operator."""
     mine = [place for place, size in enumerate(sizes) if size > 0]
     theirs = [place for place, size in enumerate(other_sizes) if size > 0]
     pairs = _pairs([sizes[place] for place in mine], [other_sizes[place] for place in theirs])
     known = {mine[own]: operators[theirs[other]] for own, other in pairs}
-    now = operators[0] if operators else -1
+    now = operators[0] if operators else 0
     found: list[int] = []
     for place in range(len(sizes)):
         now = known.get(place, now)
@@ -146,9 +145,3 @@ def _pairs(sizes: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
         if found >= 0:
             yield own, found
             begin = found + 1
-
-
-def _with(timeline: MemoryTimeline, ran_at: Sequence[int], ran: Sequence[OperatorStart]) -> MemoryTimeline:
-    names = {UNKNOWN: 0}
-    numbers = [names.setdefault(ran[place].what if place >= 0 else UNKNOWN, len(names)) for place in ran_at]
-    return replace(timeline, operator=np.array(numbers, dtype=np.int64), operators=tuple(names))

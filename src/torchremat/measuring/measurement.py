@@ -15,7 +15,7 @@ tracker's bytes describe the eager code, all other numbers the compiled code.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,10 +28,10 @@ from torchremat.errors import check_flags
 from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import draw, headed
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.measuring.lines import matched, noted
+from torchremat.measuring.lines import matched
+from torchremat.measuring.observers import observe_allocations, observe_clock, observe_storages
 from torchremat.measuring.profiled import profiler_is_active
-from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import subject_of, unobserved
 from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
@@ -205,17 +205,18 @@ def measure(
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
         # Backward runs as well: a forward alone leaves its graph, and if a cache or a context variable that a region
         # holds has one of its outputs, as in `transformers`, the graph stays forever.
-        with subject.untouched(looks=True):
-            run_backward(subject.forward())
-        counted = run_counted(subject, place, lines=True)
-        before = counted.before
-        traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
-        plain = run_plain(subject, place)
+        subject.train(unobserved(), looks=True)
+        counted = subject.train(observe_storages(subject, place, lines=True))
+        before = counted.timeline.before
+        traced = None
+        if not foreign_profiler:
+            traced = replace(subject.train(observe_allocations(subject, place)), before=before)
+        plain = subject.train(observe_clock(place))
     source: Source = "tracker" if traced is None else "allocator"
-    seen, ran = counted.events, counted.ran
-    timeline = noted(seen, ran) if traced is None else matched(traced, seen, ran)
+    seen = counted.timeline
+    timeline = seen if traced is None else matched(traced, seen)
     slack_bytes = 0
-    peak_bytes, kept_bytes = (traced or seen).peak_bytes, (traced or seen).kept_bytes
+    peak_bytes, kept_bytes = timeline.peak_bytes, timeline.kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:
         source, peak_bytes, kept_bytes = "cuda", plain.peak_bytes, plain.kept_bytes
         slack_bytes = 0 if traced is None else max(0, plain.peak_bytes - traced.peak_bytes)

@@ -26,22 +26,25 @@ torch's messages about it on stderr are suppressed, see `_compat.profiler`; erro
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Lock, get_ident
 from weakref import WeakMethod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchremat._compat.autograd import current_graph_task
 from torchremat._compat.gloo import settled_collectives
 from torchremat._compat.profiler import (
     ALLOCATION,
     MEMORY,
     ProfilerEvent,
     a_profiler_runs,
+    before_profilers,
     emit,
     errors_alone,
     may_warm_up,
@@ -118,8 +121,11 @@ class ProfilerRecorder(AllocationRecorder):
 # the thread that started it.
 _recording = Lock()
 
-# Callbacks that end a recording in passing before another recording starts. See `glances`.
-in_passing: list[WeakMethod[Callable[[], None]]] = []
+# Callbacks that end a recording in passing before another recording starts. See `Glance`.
+_in_passing: list[WeakMethod[Callable[[], None]]] = []
+
+# Another thread waits this long for a recording to end before it starts its own: torch crashes if two threads record.
+_PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -159,13 +165,85 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
     recorder._finish(events)
 
 
+class Glance:
+    """A recording that begins in one place, ends in another, in the thread that makes it, and yields to any other.
+
+    It records the user's own steps. The code that runs them does not know of it and may start a profiler or a
+    measurement at any time: then the recording ends without a result. Dropping it ends it.
+
+    Args:
+        device: The CPU.
+        is_free: Whether the caller knows that no profiler is active: another glance has just ended.
+
+    Attributes:
+        recorder: Takes marks.
+        trace: The recorded trace, once it has ended; None before, or if it is not known.
+        is_wanted: Whether another recording has asked for its end, and records now.
+
+    Raises:
+        UnsupportedError: A profiler is active, or another recording.
+    """
+
+    def __init__(self, device: torch.device, *, is_free: bool = False) -> None:
+        self._thread = get_ident()
+        self._is_over = False
+        self._over = Event()  # set once the recording is closed
+        self.trace: AllocationTrace | None = None
+        self.is_wanted = False
+        self._stack = ExitStack()
+        if _in_passing:
+            raise UnsupportedError("another step is recorded")
+        self.recorder: ProfilerRecorder = self._stack.enter_context(recorded_by_profiler(device, is_free=is_free))
+        gives_way = WeakMethod(self.give_way)
+        _in_passing.append(gives_way)
+        self._stack.callback(_in_passing.remove, gives_way)
+        self._stack.enter_context(before_profilers(lambda: None if (own := gives_way()) is None else own()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._is_over
+
+    def end(self) -> None:
+        """End it. A no-op while it runs in another live thread, and in a backward, which would undo the end."""
+        if not self._is_over and not self.is_elsewhere and current_graph_task() == -1:
+            self._close()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it runs in another thread."""
+        if self._is_over or get_ident() == self._thread:
+            return False
+        return any(one.ident == self._thread for one in threading.enumerate())
+
+    def _close(self) -> None:
+        self._is_over = True
+        try:
+            with suppress(UnsupportedError):  # a profiler was started past Python
+                self._stack.close()
+                self.trace = self.recorder.trace
+        finally:
+            self._over.set()
+
+    def give_way(self) -> None:
+        """End it, or wait for its end in another thread."""
+        self.is_wanted = True
+        self.end()
+        if get_ident() != self._thread:
+            self._over.wait(_PATIENCE_S)
+
+    def __del__(self) -> None:
+        if hasattr(self, "recorder") and not self._is_over:
+            self._close()
+
+
 def profiler_is_active() -> bool:
     """Return whether a profiler runs in this process: torch.profiler, autograd's, a legacy one, NVTX or ITT emission.
 
     One that is warming up (`torch.profiler.schedule`) counts, and so does a block that another thread records: a second
     profiler then crashes the process. A recording in passing gives way.
     """
-    for one in tuple(in_passing):
+    for one in tuple(_in_passing):
         if (end := one()) is not None:
             end()
     if _recording.locked() or a_profiler_runs():

@@ -1,4 +1,4 @@
-"""The runs of a step that make up a measurement, and the results of each.
+"""A step with all that it touches: how it is run, observed and undone.
 
 Every run begins with the same gradients, buffers and generators, and ends with the user's.
 """
@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Literal
+from functools import cached_property
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of, accelerators
-from torchremat._compat.autograd import top_saved_tensor_hooks
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import record_allocations
+from torchremat.errors import UnsupportedError, bug
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.communication import check_reductions
-from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.lines import OperatorLines, OperatorStart
-from torchremat.measuring.modules import has_compiled, module_stack
+from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.step import (
     check_arguments,
@@ -34,14 +30,24 @@ from torchremat.measuring.step import (
     run_backward,
     used_up,
 )
-from torchremat.measuring.threads import OwnThread
-from torchremat.measuring.timeline import StepEvents
-from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import StateBefore, gradient_leaves, untouched
 from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
-from torchremat.regions.threads import thread
 from torchremat.stores.stored_parameters import put_to_rest
+
+T = TypeVar("T")
+
+# What watches a run of a step, and what it returns at the end. See `Subject.train`.
+StepObserver: TypeAlias = Generator[None, Tensor, T]
+
+
+def unobserved(*contexts: AbstractContextManager[object]) -> StepObserver[None]:
+    """Observe nothing, while a step runs in some contexts."""
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
+        yield
 
 
 @dataclass
@@ -149,6 +155,29 @@ class Subject:
         """Run the step and return the loss. The rest of its result is dropped, as in `loss = step(model).loss`."""
         return loss_of(self.run())
 
+    def train(self, observer: StepObserver[T], *, looks: bool = False) -> T:
+        """Run the step with its backward, undo what it has done, and return what an observer returns.
+
+        The observer is a generator. It runs until it yields before the forward, until it yields again between forward
+        and backward, and to its end after the backward, when the gradients are there. Its first `yield` returns the
+        loss, which lives for as long as the observer has it.
+
+        Args:
+            observer: For example `unobserved()`.
+            looks: See `untouched`.
+        """
+        with self.untouched(looks=looks):
+            try:
+                next(observer)
+                loss = self.forward()
+                observer.send(loss)
+                run_backward(loss)
+                del loss
+            except BaseException as error:
+                observer.throw(error)  # its own contexts end first, and it raises the error again
+                raise
+            return _result_of(observer)
+
     def before(self, device: torch.device) -> BytesBefore:
         """Return the bytes on `device` now; inside `untouched`, with the gradients that a step begins with."""
         if device not in self._resident:
@@ -178,6 +207,14 @@ class Subject:
             return _existing(wanted)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         return next((tensor.device for tensor in [*parameters, *self.inputs]), torch.device("cpu"))
+
+
+def _result_of(observer: StepObserver[T]) -> T:
+    try:
+        next(observer)
+    except StopIteration as ended:
+        return cast("T", ended.value)
+    raise bug("an observer of a step goes on after its end")
 
 
 def _existing(wanted: torch.device | str) -> torch.device:
@@ -235,131 +272,3 @@ def subject_of(
         optimizer=optimizer,
         accumulates=accumulates,
     )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Counted:
-    """Results of the counted run, whose events are those of storages."""
-
-    before: BytesBefore
-    events: StepEvents
-    flops: int
-    recomputed_flops: int
-    ran: tuple[OperatorStart, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plain:
-    """Results of the plain run. Bytes come from the device's counters; None where it has none."""
-
-    seconds: float
-    peak_bytes: int | None = None
-    kept_bytes: int | None = None
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-
-
-# NOTE [ What a recompute looks like ]
-#
-# Backward without `create_graph` runs its own operators with grad mode off. A recompute builds a graph, so it runs with
-# grad mode on, torch's reentrant and non-reentrant checkpoints and our regions alike. That misses one case: the forward
-# of a custom autograd Function runs with grad mode off, in a recompute too. All non-reentrant recomputes then have
-# saved-tensor hooks on top that backward itself did not begin with.
-#
-# The backward of a graph that a recompute has built (reentrant) runs with grad mode off again, and counts as backward.
-# A backward in the forward, for a gradient that the step takes itself, may build a graph as well: there only our own
-# regions are known.
-
-
-class _Phase:
-    """Whether a recompute is running. See NOTE [ What a recompute looks like ]."""
-
-    def __init__(self) -> None:
-        self._in_backward = False
-        self._hooks: object = None
-
-    def begin_backward(self) -> None:
-        self._in_backward = True
-        self._hooks = top_saved_tensor_hooks(False)
-
-    def is_recomputing(self) -> bool:
-        if not self._in_backward:
-            return thread.now.recomputing > 0
-        return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
-
-
-def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
-    """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
-    phase = _Phase()
-    noting = OperatorLines(phase.is_recomputing) if lines else None
-    tracker, counter, own = StorageTracker(device, noting), FlopCounter(phase.is_recomputing), OwnThread()
-    with subject.untouched():
-        before = subject.before(device)
-        with module_stack(subject.models, partial(_changed, own, tracker.mark)), tracker, counter:
-            start = tracker.mark("start")
-            loss = subject.forward()
-            tracker.refresh()
-            backward = tracker.mark("end of forward")
-            phase.begin_backward()
-            run_backward(loss)
-            tracker.refresh()
-            # Before the gradients of the run are freed: those frees are not the step's events.
-            trace = tracker.trace
-    own.check(device)
-    is_eager = noting is not None and not (noting.is_compiled or any(map(has_compiled, subject.models)))
-    return Counted(
-        before=before,
-        events=StepEvents(trace=trace, start=start, backward=backward, before_bytes=before.total_bytes),
-        flops=counter.total,
-        recomputed_flops=counter.recomputed,
-        ran=tuple(noting.ran) if noting is not None and is_eager else (),
-    )
-
-
-def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> StepEvents:
-    """Run the step under the allocator's events; `before_bytes` are added to the timeline's bytes."""
-    own = OwnThread()
-    with subject.untouched():
-        with (
-            record_allocations(device) as recorder,
-            module_stack(subject.models, partial(_changed, own, recorder.mark)),
-        ):
-            start = recorder.mark("start")
-            loss = subject.forward()
-            backward = recorder.mark("end of forward")
-            run_backward(loss)
-        trace = recorder.trace
-        del loss
-    own.check(device)
-    return StepEvents(trace=trace, start=start, backward=backward, before_bytes=before_bytes)
-
-
-def _changed(own: OwnThread, mark: Callable[[str], int], module: str) -> None:
-    own.note(module)
-    mark(module)
-
-
-def run_plain(subject: Subject, device: torch.device) -> Plain:
-    """Run the step under a clock only; a device's counters run anyway, and are read."""
-    accelerator = accelerator_of(device)
-    with subject.untouched():
-        if not accelerator.counts:
-            start_s = accelerator.seconds(device)
-            run_backward(subject.forward())
-            return Plain(seconds=accelerator.seconds(device) - start_s)
-        start_s = accelerator.seconds(device)
-        accelerator.reset_peak(device)
-        # Gradients set aside for this run are live as well, so only the difference to the start is the step's.
-        start_bytes = accelerator.counters(device).allocated_bytes
-        loss = subject.forward()
-        kept_bytes = accelerator.counters(device).allocated_bytes - start_bytes
-        run_backward(loss)
-        seconds = accelerator.seconds(device) - start_s
-        counted = accelerator.counters(device)
-        return Plain(
-            seconds=seconds,
-            peak_bytes=counted.peak_bytes - start_bytes,
-            kept_bytes=kept_bytes,
-            reserved_bytes=counted.peak_reserved_bytes,
-            context_bytes=accelerator.context_bytes(device),
-        )

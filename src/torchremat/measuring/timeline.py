@@ -1,4 +1,4 @@
-"""`StepEvents`, and `MemoryTimeline`: live bytes over a training step, with the phase and the module at each event."""
+"""`MemoryTimeline`: the events of one run of a step, with the live bytes, the phase and the module at each."""
 
 from __future__ import annotations
 
@@ -33,28 +33,88 @@ UNKNOWN = OperatorLine("", "")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryTimeline:
-    """The memory of a step after each event (an allocation or a free): arrays of one length.
+    """The memory of a step in one run, after each event of an allocator or a tracker (an allocation or a free).
 
     Attributes:
-        seconds: Since the start of the step.
-        live_bytes: Live after the event, bytes from before the step included.
-        in_backward: False in forward, True in backward.
-        module: Index into `names` of the module that ran.
-        names: Names of modules. The first is empty and stands for the code outside all modules.
-        operator: Index into `operators` of the operator that ran, where known; empty if none are.
+        trace: The events. Its marks name the module that runs from then on, except for the three below. Those of a
+            watched step are its watcher's.
+        start: The id of the mark at the start of the step.
+        backward: The id of the mark at the end of its forward.
+        ends: The id of the mark at the end of its backward.
+        before: The bytes live before the step.
+        operator: For each event an index into `operators`: the operator that ran, where known; empty if none are.
         operators: Operators with the lines of the code that called them. The first stands for unknown operators.
     """
 
-    seconds: NDArray[np.float64]
-    live_bytes: NDArray[np.int64]
-    in_backward: NDArray[np.bool_]
-    module: NDArray[np.int64]
-    names: tuple[str, ...]
+    trace: AllocationTrace
+    start: int
+    backward: int
+    ends: int
+    before: BytesBefore
     operator: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     operators: tuple[OperatorLine, ...] = (UNKNOWN,)
 
     def __len__(self) -> int:
-        return len(self.live_bytes)
+        return len(self.trace.ptr)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak, without the bytes before the step and without the allocator's slack."""
+        return self.trace.peak_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes live at the end of the forward, without those before the step."""
+        return self.trace.live_bytes_at(self.backward)
+
+    @property
+    def forward_peak_bytes(self) -> int:
+        """The most bytes live before the backward, without those before the step; at least 0."""
+        return int(self.trace.live[: self.trace.marks[self.backward].position + 1].max())
+
+    @property
+    def backward_peak_bytes(self) -> int:
+        """The same from there on."""
+        return max(0, int(self.trace.live[self.trace.marks[self.backward].position + 1 :].max(initial=0)))
+
+    def peak_beyond(self, before: BytesBefore) -> int:
+        """Return the peak with the part of the slack that is not in `before`."""
+        return self.peak_bytes + max(0, self.trace.slack_bytes - before.slack_bytes)
+
+    @cached_property
+    def changes(self) -> list[TraceMark]:
+        """The marks at which another module runs, in order."""
+        own = (mark for mark in self.trace.marks if mark.id not in (self.start, self.backward, self.ends))
+        return sorted(own, key=lambda mark: mark.position)
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """For each event the seconds since the start of the step."""
+        return (self.trace.time_ns - self.trace.marks[self.start].time_ns) / 1e9
+
+    @cached_property
+    def live_bytes(self) -> NDArray[np.int64]:
+        """For each event the bytes live after it, those from before the step included."""
+        return self.trace.live[1:] + self.before.total_bytes
+
+    @cached_property
+    def in_backward(self) -> NDArray[np.bool_]:
+        """For each event whether it is one of the backward."""
+        return np.arange(len(self)) >= self.trace.marks[self.backward].position
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of modules. The first is empty and stands for the code outside all modules."""
+        return tuple(dict.fromkeys(["", *(change.label for change in self.changes)]))
+
+    @cached_property
+    def module(self) -> NDArray[np.int64]:
+        """For each event an index into `names`: the module that ran."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        modules = np.array([0, *(numbers[change.label] for change in self.changes)], np.int64)
+        positions = np.array([change.position for change in self.changes], np.int64)
+        # How many changes had happened by each event; none yet is the entry 0, outside.
+        return modules[np.searchsorted(positions, np.arange(len(self)), side="right")]
 
     @property
     def peak_at(self) -> int:
@@ -76,55 +136,3 @@ class MemoryTimeline:
     def operator_at(self, index: int) -> OperatorLine:
         """Return the operator that ran, where known."""
         return self.operators[self.operator[index]] if len(self.operator) else UNKNOWN
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepEvents:
-    """The events of one run of a step, recorded by an allocator or a tracker.
-
-    Attributes:
-        trace: The events. Its marks name the module that runs from then on, except for the two below.
-        start: The id of the mark at the start of the step.
-        backward: The id of the mark at the end of its forward.
-        before_bytes: Live bytes before the step.
-    """
-
-    trace: AllocationTrace
-    start: int
-    backward: int
-    before_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak, without the bytes before the step and without the allocator's slack."""
-        return self.trace.peak_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes live at the end of the forward, without those before the step."""
-        return self.trace.live_bytes_at(self.backward)
-
-    def peak_beyond(self, before: BytesBefore) -> int:
-        """Return the peak with the part of the slack that is not in `before`."""
-        return self.peak_bytes + max(0, self.trace.slack_bytes - before.slack_bytes)
-
-    @cached_property
-    def changes(self) -> list[TraceMark]:
-        """The marks at which another module runs, in order."""
-        own = (mark for mark in self.trace.marks if mark.id not in (self.start, self.backward))
-        return sorted(own, key=lambda mark: mark.position)
-
-    def timeline(self) -> MemoryTimeline:
-        """Return the memory of the step after each event."""
-        names, events = {"": 0}, np.arange(len(self.trace.ptr))
-        modules = [0, *(names.setdefault(change.label, len(names)) for change in self.changes)]
-        positions = np.array([change.position for change in self.changes], dtype=np.int64)
-        # How many changes had happened by each event; none yet is the entry 0, outside.
-        happened = np.searchsorted(positions, events, side="right")
-        return MemoryTimeline(
-            seconds=(self.trace.time_ns - self.trace.marks[self.start].time_ns) / 1e9,
-            live_bytes=self.trace.live[1:] + self.before_bytes,
-            in_backward=events >= self.trace.marks[self.backward].position,
-            module=np.array(modules, dtype=np.int64)[happened],
-            names=tuple(names),
-        )

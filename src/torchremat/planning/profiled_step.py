@@ -16,8 +16,9 @@ from torchremat.errors import DeviceWarning, warn
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.observers import observe_allocations
 from torchremat.measuring.optimizers import parameters_of
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.runs import subject_of
 from torchremat.planning.bounds.plain_step import ABOVE, TAKES_GRADIENTS, PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, check_budget
 from torchremat.planning.devices.device import device_of
@@ -253,8 +254,8 @@ class ProfiledStep:
             return None
         device = self.profile.device
         with IfItFits(), bare(self.model), state_made(self.subject):
-            before = self.profile.before
-            return max(self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before)))
+            before, subject = self.profile.before, self.subject
+            return max(self._peers.all(lambda: subject.train(observe_allocations(subject, device)).peak_beyond(before)))
         return None
 
     def known_plain(self) -> tuple[int, PlainSource]:

@@ -94,10 +94,9 @@ class _SumsRun:
         self._whole = whole
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._made: list[_WeightGradient] = []
-        self._step = watch(
-            module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._noting
-        )
-        self._intervals = self._step.trace.intervals
+        units, here = whole.units, Here(whole.device)
+        self._step = subject.train(watch(module, subject, units, every_unit(units), here, noting=self._noting))
+        self._intervals = self._step.run.trace.intervals
 
     @contextmanager
     def _noting(self, recorder: AllocationRecorder) -> Generator[None]:
@@ -129,7 +128,7 @@ class _SumsRun:
 
     def _trace(self, place: _BackwardPlace) -> AllocationTrace:
         """Return the events of a backward in its place."""
-        trace = self._step.trace
+        trace = self._step.run.trace
         delta = trace.delta_bytes.copy()
         more: list[tuple[int, int]] = []  # the mark and the bytes of each
         for made in self._made:
@@ -146,7 +145,7 @@ class _SumsRun:
 
     def _freed(self, made: _WeightGradient) -> int | None:
         """Return the event that frees a gradient; None if there is none."""
-        trace = self._step.trace
+        trace = self._step.run.trace
         position = trace.marks[made.mark].position
         for allocated, freed in self._intervals.get(made.pointer or 0, ()):
             if allocated < position <= freed < len(trace.delta_bytes):

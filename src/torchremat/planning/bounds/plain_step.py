@@ -20,10 +20,9 @@ from torchremat._compat.operators import is_query
 from torchremat.measuring.exhaustion import IfItFits
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.recorder import StepRecorder
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import StepObserver, Subject
 from torchremat.measuring.step_record import Run, SeenValue, StepRecord, StorageFreed
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.peers.peers import Peers
 from torchremat.planning.profiles.reading import Profile
@@ -98,19 +97,25 @@ def plain_step(
 
 def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     flops = FlopCounter()
-    with machine.logged() as recorder, subject.untouched(), StepRecorder(flops, recorder) as log:
-        log.marks = False  # allocations of the forward do not matter
-        loss = subject.forward()
-        forward = len(log.record.events), len(log.record.values)
-        log.marks = log.sees_all = True
-        run_backward(loss)
-        del loss
-    step = _PlainRecord(log.record, *forward, machine.device)
+    with machine.logged() as recorder:  # around all of the run: tensors without data are compared in it
+        step = subject.train(_record(flops, recorder, machine.device))
     if any(run.is_compiled for run in step.runs):
         # It runs eagerly under a mode, so the record does not show the operators of a training step.
         return Unseen(reason=_COMPILED)
     pulls = step.pulls(None if recorder is None else recorder.trace)
     return PlainStep(flow=step.flow(_costs(step.runs, cost, profile)), pulls=pulls, flops=flops.total)
+
+
+def _record(
+    flops: FlopCounter, recorder: AllocationRecorder | None, device: torch.device
+) -> StepObserver[_PlainRecord]:
+    with StepRecorder(flops, recorder) as log:
+        log.marks = False  # allocations of the forward do not matter
+        yield
+        forward = len(log.record.events), len(log.record.values)
+        log.marks = log.sees_all = True
+        yield
+    return _PlainRecord(log.record, *forward, device)
 
 
 def _costs(runs: list[Run], cost: Cost, profile: Profile) -> list[float]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -19,8 +20,7 @@ import torch
 from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.modes import Args, EagerMode, Kwargs, Operation, Types
 from torchremat.measuring.allocator import check_free_to_record, record_allocations
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import Subject, unobserved
 from torchremat.measuring.storages import made_by
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.budgets import capacity_of
@@ -89,18 +89,18 @@ def device_here(subject: Subject, device: torch.device) -> Device:
     runs: list[_TimedOperator] = []
     table: dict[str, list[MeasuredKernel]] = {}
 
-    def note(run: Callable[[], None]) -> None:
+    @contextmanager
+    def noting() -> Generator[None]:
         with record_allocations(device) as recorder, _KernelTimer(recorder.mark, device) as timer:
-            run()
+            yield
         runs.extend(timer.runs)
         for one in timer.runs:
             table.setdefault(one.signature, []).append(one.kernel(recorder.trace))
 
-    with subject.untouched():
-        note(lambda: run_backward(subject.forward()))
+    subject.train(unobserved(noting()))
     if subject.optimizer is not None:
-        with stepped_and_undone(subject, subject.optimizer) as step:
-            note(step)
+        with stepped_and_undone(subject, subject.optimizer) as step, noting():
+            step()
     return _described(device, runs, table)
 
 

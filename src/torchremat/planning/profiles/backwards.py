@@ -164,7 +164,7 @@ class Backwards:
             delta_bytes=self._delta_bytes[begin:end],
             asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
             freed_at=freed_at,
-            lost_at={place: self._position[mark] - begin for place, mark in own.lost_at.items()},
+            lost_at={place: self._position[one.lost] - begin for place, one in enumerate(own.saves) if one.lost >= 0},
             remade=frozenset(remade.tolist()),
             storages=storages,
             fixed=fixed.intersection(storages),

@@ -348,7 +348,7 @@ class _Profiling:
             UnlikeError: They do not all repeat their forward, or that cannot be told here.
         """
         if self.tries or self.are_known(units):
-            return self.completed(watch(self.model, self.subject, units, tree, self.machine))
+            return self.completed(self.subject.train(watch(self.model, self.subject, units, tree, self.machine)))
         try:
             found = self.compared(units, tree)
         except Exception as error:  # noqa: BLE001  if it is not about a recompute, the next run raises it again
@@ -364,7 +364,7 @@ class _Profiling:
         """Run the watched step and compare; None if a unit does not repeat its forward, or that cannot be told."""
         if len(tree) < len(units.units):
             return None  # a region around several units shows what these return, not what they save
-        step = watch(self.model, self.subject, units, tree, self.machine, compares=True)
+        step = self.subject.train(watch(self.model, self.subject, units, tree, self.machine, compares=True))
         assert step.watcher.comparison is not None
         unasked = step.watcher.comparison.unasked(len(units.units))
         if unasked and self.tried(units, unasked) != [{}]:

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from torchremat.measuring.before import BytesBefore
-from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.planning.devices.overheads import NOMINAL, Overheads
 from torchremat.planning.profiles.backwards import Backwards, UnitBackward
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.step_runs import StepRuns
 from torchremat.planning.profiles.traces import casts_of_leaves, nominal_seconds, storages_of
 from torchremat.planning.profiles.units import Units, not_called
-from torchremat.planning.profiles.watching import UnitSave, WatchedUnit, Watcher
+from torchremat.planning.profiles.watching import SavedMemory, UnitSave, WatchedUnit, Watcher
 from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint, UnitBytes
 from torchremat.planning.simulator.simulator import MemorySimulator, Options
 from torchremat.schedules.chain import Tree
@@ -144,28 +144,24 @@ class Profile:
         return sum(nominal_seconds(log, run) for run in log.runs)
 
 
-def read_profile(
-    tree: Tree, watcher: Watcher, trace: AllocationTrace, before: BytesBefore, *, marks: tuple[int, int, int]
-) -> Profile:
+def read_profile(tree: Tree, watcher: Watcher, run: MemoryTimeline) -> Profile:
     """Return the profile of a watched step.
 
     Args:
         tree: The tree that the step ran under.
         watcher: The notes of its watcher.
-        trace: The allocator's events.
-        before: Live bytes before.
-        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
+        run: The allocator's events.
 
     Raises:
         StepError: A unit was not called.
     """
-    return _Reader(tree, watcher, trace, marks).profile(before)
+    return _Reader(tree, watcher, run).profile()
 
 
 class _Reader:
     """Reads the profile out of the allocator's events."""
 
-    def __init__(self, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]) -> None:
+    def __init__(self, tree: Tree, watcher: Watcher, run: MemoryTimeline) -> None:
         self.units = units = watcher.units
         self.tree = tree
         self.watcher = watcher
@@ -173,16 +169,16 @@ class _Reader:
         for unit in range(len(units.units)):
             kinds[units.signature(unit)].append(unit)
         self.kinds = kinds.values()
-        self.begins, self.forward, self.ends = marks
-        self.trace = watcher.without_copies(trace)
+        self.run = run
+        self.trace = watcher.without_copies(run.trace)
         self.marks: dict[Key, tuple[int, int]] = {}
         self.live = self.trace.live
         self.position = [mark.position for mark in self.trace.marks]
         for own in watcher.watched:
             if own.released >= 0:
                 self.position[own.released] = self.freed_after(own.released)
-        self.reader = Backwards(trace, self.trace.delta_bytes, self.position)
-        self.live_with_copies = trace.live
+        self.reader = Backwards(run.trace, self.trace.delta_bytes, self.position)
+        self.live_with_copies = run.trace.live
         log = units.trace.operators
         self.cast_values = casts_of_leaves(log)
         self.casts = storages_of(log, self.cast_values)
@@ -203,7 +199,7 @@ class _Reader:
         between = self.live[self.position[first] : self.position[last] + 1]
         return int(between.max()) - self.at(first) if len(between) else 0
 
-    def profile(self, before: BytesBefore) -> Profile:
+    def profile(self) -> Profile:
         watched, units = self.watcher.watched, self.units
         for unit, own in enumerate(watched):
             if own.begins < 0 or own.ends < 0:
@@ -221,7 +217,7 @@ class _Reader:
         recompute_s = sum(
             self.time(own.recomputed) - self.time(own.recompute) for own in watched if own.recomputed >= 0
         )
-        seconds = self.time(self.ends) - self.time(self.begins) - recompute_s
+        seconds = self.time(self.run.ends) - self.time(self.run.start) - recompute_s
         return Profile(
             units=units,
             sizes=sizes,
@@ -230,10 +226,10 @@ class _Reader:
             order=order,
             extra_bytes=extra,
             after_bytes=after,
-            start_bytes=self.over(self.begins, watched[0].looks),
+            start_bytes=self.over(self.run.start, watched[0].looks),
             seconds=seconds,
-            forward_seconds=self.time(self.forward) - self.time(self.begins),
-            before=replace(before, slack_bytes=self.slack_bytes(sizes)),
+            forward_seconds=self.time(self.run.backward) - self.time(self.run.start),
+            before=replace(self.run.before, slack_bytes=self.slack_bytes(sizes)),
             device=self.trace.device,
             backwards=self.backwards(order),
             state_s=tuple(self.by_kind([own.state_s for own in watched])),
@@ -258,13 +254,13 @@ class _Reader:
         marks: dict[Key, tuple[int, int]] = {}
         for unit, own in enumerate(watched):
             marks[ProgramPoint.FORWARD, unit] = (own.looks, own.ends)
-            following = watched[unit + 1].looks if unit + 1 < len(watched) else self.forward
+            following = watched[unit + 1].looks if unit + 1 < len(watched) else self.run.backward
             marks[ProgramPoint.LEFT, unit] = (own.ends, following)
-        first = watched[order[0]].recompute if order else self.ends
-        marks[ProgramPoint.END, 0] = (self.forward, first)
+        first = watched[order[0]].recompute if order else self.run.ends
+        marks[ProgramPoint.END, 0] = (self.run.backward, first)
         for place, unit in enumerate(order):
             own = watched[unit]
-            following = watched[order[place + 1]].recompute if place + 1 < len(order) else self.ends
+            following = watched[order[place + 1]].recompute if place + 1 < len(order) else self.run.ends
             released = min(own.released if own.released >= 0 else following, following)
             marks[ProgramPoint.RECOMPUTE, unit] = (own.recompute, own.recomputed)
             marks[ProgramPoint.BACKWARD, unit] = (own.recomputed, released)
@@ -275,30 +271,30 @@ class _Reader:
         own = self.watcher.watched[unit]
         begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
-        boundary = {storage for place, storage in own.boundary if not own.is_dropped(place)}
+        boundary = {storage for save in own.saves if not own.is_dropped(save) for storage in save.inputs}
         left = set[int]()
-        made_here = {save.number for save in own.saves if self.interval(own, save)[0] is not None}
+        made_here = {one.number for save, one in own.saved_memories if self.interval(own, save, one)[0] is not None}
         # By the events that allocate and free a storage: its bytes that are held, and until when.
         inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
-        for save in own.saves:
-            address, is_dropped = save.storage.cdata, own.is_dropped(save.place)
+        for save, memory in own.saved_memories:
+            address, is_dropped = memory.storage.cdata, own.is_dropped(save)
             if address in own.outputs and not is_dropped:
                 boundary.add(own.outputs[address])
-            allocated, freed = self.interval(own, save)
-            if address not in own.outputs and save.number >= 0 and not is_dropped:
-                if allocated is None and save.number in self.casts:
-                    left.add(save.number)  # See NOTE [ Casts in a recompute ]
+            allocated, freed = self.interval(own, save, memory)
+            if address not in own.outputs and memory.number >= 0 and not is_dropped:
+                if allocated is None and memory.number in self.casts:
+                    left.add(memory.number)  # See NOTE [ Casts in a recompute ]
                     continue
                 if allocated is None:  # it existed before the unit and is none of its inputs
-                    boundary.add(save.number)
+                    boundary.add(memory.number)
                     continue
-                if self.units.outlives(save.number, unit):
-                    left.add(save.number)
+                if self.units.outlives(memory.number, unit):
+                    left.add(memory.number)
                     continue
             if allocated is None:
                 continue
             made = allocated, freed
-            until[made] = max(self.position[own.dropped_at[save.place]] if is_dropped else end, until.get(made, 0))
+            until[made] = max(self.position[save.dropped] if is_dropped else end, until.get(made, 0))
             held = 0 if is_dropped or address in own.outputs else int(self.trace.delta_bytes[allocated])
             inside[made] = max(held, inside.get(made, 0))
         stays = np.zeros(end - begin + 1, np.int64)
@@ -331,9 +327,9 @@ class _Reader:
         if len(linked.calls) > 1 or linked.carried:  # states between its calls, and what is in objects among arguments
             return 0
         # What is saved through a hook as well, as by `torch.cond`, is there once in a recompute.
-        intervals = (self.interval(own, save) for save in own.saves)
+        intervals = (self.interval(own, save, memory) for save, memory in own.saved_memories)
         saved = {allocated for allocated, _ in intervals if allocated is not None}
-        return self.reader.graph_bytes(own, self.forward, saved)
+        return self.reader.graph_bytes(own, self.run.backward, saved)
 
     def recast_bytes(self, unit: int) -> int:
         """Bytes of the casts of leaves that a unit finds already made, see NOTE [ Casts in a recompute ]."""
@@ -354,9 +350,9 @@ class _Reader:
             "settle_bytes": int(settling.max() - settling[0]),
         }
 
-    def interval(self, own: WatchedUnit, save: UnitSave) -> tuple[int | None, int]:
+    def interval(self, own: WatchedUnit, save: UnitSave, memory: SavedMemory) -> tuple[int | None, int]:
         """The events that allocated and freed a storage that a unit has saved; None if it existed before the unit."""
-        found = self.reader.interval(save.pointer, self.position[save.mark])
+        found = self.reader.interval(memory.pointer, self.position[save.mark])
         return (None, 0) if found is None or found[0] < self.position[own.begins] else found
 
     def backward_seconds(self, unit: int) -> float:

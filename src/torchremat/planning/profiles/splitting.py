@@ -53,10 +53,10 @@ def ways_of(units: Units, finest: Units, fits: Callable[[Units], bool]) -> list[
 
 def peaks_of(step: WatchedStep) -> list[int]:
     """Return the peak of a watched step in the backward of each unit, and after the last one's forward; in bytes."""
-    trace, (begins, forward, ends), watched = step.trace, step.marks, step.watcher.watched
-    over_bytes = step.before.total_bytes - trace.live_bytes_at(begins)
+    run, trace, watched = step.run, step.run.trace, step.watcher.watched
+    over_bytes = run.before.total_bytes - trace.live_bytes_at(run.start)
     order = sorted((own.recompute, unit) for unit, own in enumerate(watched) if own.recompute >= 0)
-    marks = [forward, *(mark for mark, _ in order), ends]
+    marks = [run.backward, *(mark for mark, _ in order), run.ends]
     peaks = [over_bytes + trace.peak_bytes_between(*two) for two in pairwise(marks)]
     after, *others = peaks
     found = dict(zip((unit for _, unit in order), others, strict=True))

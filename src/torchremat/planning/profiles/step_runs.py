@@ -21,12 +21,10 @@ from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import bug
-from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import module_stack
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import StepEvents
+from torchremat.measuring.observers import observe_allocations
+from torchremat.measuring.runs import StepObserver, Subject, unobserved
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.peers.peers import Peers
@@ -110,39 +108,32 @@ class StepRunner:
     def flops(self, tree: Tree) -> int:
         """Return the flops of the step under a tree, of this process."""
         # A run of its own: what counts holds tensors for longer.
-        with self._around(), self._subject.untouched(), self._installed(tree), FlopCounter() as flops:
-            run_backward(self._subject.forward())
-        return flops.total
+        counter = FlopCounter()
+        with self._around():
+            self._subject.train(unobserved(self._installed(tree), counter))
+        return counter.total
 
     def _installed(self, tree: Tree) -> AbstractContextManager[None]:
         return installed(self._model, calls_of(self._units), tree, Settings())
 
     def _clocked(self, tree: Tree) -> tuple[float, float]:
-        device = self._machine.device
-        with self._around(), self._subject.untouched(), self._installed(tree):
-            clock = accelerator_of(device).seconds
-            start_s = clock(device)
-            loss = self._subject.forward()
-            forward_s = clock(device) - start_s
-            run_backward(loss)
-            return forward_s, clock(device) - start_s
+        with self._around():
+            return self._subject.train(self._clock(tree))
+
+    def _clock(self, tree: Tree) -> StepObserver[tuple[float, float]]:
+        clock = partial(accelerator_of(self._machine.device).seconds, self._machine.device)
+        with self._installed(tree):
+            start_s = clock()
+            yield
+            forward_s = clock() - start_s
+            yield
+            return forward_s, clock() - start_s
 
     def _run(self, tree: Tree) -> StepRun:
-        with self._around(), self._subject.untouched():
-            before = self._subject.before(self._machine.device)
-            with (
-                self._machine.record() as recorder,
-                self._installed(tree),
-                module_stack(self._subject.models, partial(_entered, recorder.mark)),
-            ):
-                start = recorder.mark("start")
-                loss = self._subject.forward()
-                backward = recorder.mark("end of forward")
-                run_backward(loss)
-                recorder.mark("end")
-            events = StepEvents(trace=recorder.trace, start=start, backward=backward, before_bytes=0)
-            del loss
-        return _read(events, before)
+        subject, machine, around = self._subject, self._machine, self._installed(tree)
+        observer = observe_allocations(subject, machine.device, record=machine.record, around=around)
+        with self._around():
+            return _read(subject.train(observer))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,31 +222,22 @@ def _most(told: Sequence[StepRun]) -> StepRun:
     return replace(most, **{name: max(getattr(one, name) for one in told) for name in names})
 
 
-def _entered(mark: Callable[[str], int], module: str) -> None:
-    mark(module)
-
-
-def _read(events: StepEvents, before: BytesBefore) -> StepRun:
-    marks, ends = events.trace.marks, len(events.trace.marks) - 1
-    line, live = events.timeline(), events.trace.live[1:]
-    at = int(live.argmax()) if len(live) else 0
-    begins = int(np.searchsorted(line.in_backward, True))
-
-    def at_s(mark: int) -> float:
-        return 1e-9 * (marks[mark].time_ns - marks[events.start].time_ns)
+def _read(run: MemoryTimeline) -> StepRun:
+    live = run.trace.live[1:]
 
     def what(event: int) -> str:
-        module = line.module_at(event)
-        return f"the {line.phase_at(event)} of {named(module) if module else 'the step'}"
+        module = run.module_at(event)
+        return f"the {run.phase_at(event)} of {named(module) if module else 'the step'}"
 
     pieces = np.array_split(np.arange(len(live)), min(len(live), _MOST_POINTS)) if len(live) else []
     highest = [int(piece[0] + live[piece].argmax()) for piece in pieces]
+    between = run.trace.seconds_between
     return StepRun(
-        peak_bytes=events.peak_beyond(before),
-        where=what(at) if len(live) else "the step",
-        kept_bytes=events.kept_bytes,
-        forward_bytes=max(0, int(live[:begins].max(initial=0))),
-        backward_bytes=max(0, int(live[begins:].max(initial=0))),
-        seconds=(at_s(events.backward), at_s(ends)),
-        curve=tuple((float(line.seconds[one]), int(live[one]), what(one)) for one in highest),
+        peak_bytes=run.peak_beyond(run.before),
+        where=what(run.peak_at) if len(run) else "the step",
+        kept_bytes=run.kept_bytes,
+        forward_bytes=run.forward_peak_bytes,
+        backward_bytes=run.backward_peak_bytes,
+        seconds=(between(run.start, run.backward), between(run.start, run.ends)),
+        curve=tuple((float(run.seconds[one]), int(live[one]), what(one)) for one in highest),
     )

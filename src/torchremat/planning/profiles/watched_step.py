@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from torchremat.measuring.before import BytesBefore
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import StepObserver, Subject
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.optimizing.rehearsal import marking_rehearsals
 from torchremat.planning.devices.machines import Machine
@@ -31,21 +30,17 @@ class WatchedStep:
     Attributes:
         tree: The tree that it ran under.
         watcher: The notes of the watcher.
-        trace: The allocator's events.
-        before: Live bytes before.
-        marks: The ids of the marks at the step's beginning, at the end of its forward, and at its end.
+        run: The allocator's events.
     """
 
     tree: Tree
     watcher: Watcher
-    trace: AllocationTrace
-    before: BytesBefore
-    marks: tuple[int, int, int]
+    run: MemoryTimeline
 
     def profile(self, trace: AllocationTrace | None = None) -> Profile:
         """Return the profile, or that of other events with the same marks, if given."""
-        events = self.trace if trace is None else trace
-        return read_profile(self.tree, self.watcher, events, self.before, marks=self.marks)
+        run = self.run if trace is None else replace(self.run, trace=trace)
+        return read_profile(self.tree, self.watcher, run)
 
 
 def watch(
@@ -57,8 +52,8 @@ def watch(
     *,
     compares: bool = False,
     noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> WatchedStep:
-    """Run a step in which every unit is a region, and record it.
+) -> StepObserver[WatchedStep]:
+    """Observe a step in which every unit is a region, and record it.
 
     Args:
         model: The model.
@@ -70,30 +65,27 @@ def watch(
         noting: Returns a context for the step, in which more is recorded.
     """
     fixed = [*model.parameters(), *model.buffers()]
-    with subject.untouched():
-        before = subject.before(machine.device)
-        with machine.record() as recorder:
-            watcher = Watcher(
-                units, recorder.mark, recorder.pointer_of, fixed, compares=compares, seconds=recorder.seconds
-            )
-            settings = Settings(observer=watcher, early_stop=not compares)
-            marking = marking_rehearsals(recorder.mark)
-            with (
-                recomputing_all(),  # nodes ask for saved tensors of kept units in this order
-                installed(model, calls_of(units), tree, settings),
-                noting(recorder),
-                marking as rehearsed,
-            ):
-                begins = recorder.mark("step")
-                loss = subject.forward()
-                forward = recorder.mark("forward")
-                run_backward(loss)
-                ends = recorder.mark("end")
-            del loss  # what the graph still keeps is freed in the record
-            recorder.mark("dropped")
-        events = recorder.trace.without_seconds(list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
-        if watcher.comparison is not None:
-            events = without_hidden(events, watcher.comparison.hidden)
-            watcher.is_over = True
-            watcher.comparison.run_again()
-    return WatchedStep(tree=tree, watcher=watcher, trace=events, before=before, marks=(begins, forward, ends))
+    before = subject.before(machine.device)
+    with machine.record() as recorder:
+        watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed, compares=compares, seconds=recorder.seconds)
+        settings = Settings(observer=watcher, early_stop=not compares)
+        with (
+            recomputing_all(),  # nodes ask for saved tensors of kept units in this order
+            installed(model, calls_of(units), tree, settings),
+            noting(recorder),
+            marking_rehearsals(recorder.mark) as rehearsed,
+        ):
+            start = recorder.mark("step")
+            loss = yield
+            backward = recorder.mark("forward")
+            yield
+            ends = recorder.mark("end")
+        del loss  # what the graph still keeps is freed in the record
+        recorder.mark("dropped")
+    trace = recorder.trace.without_seconds(list(zip(rehearsed[::2], rehearsed[1::2], strict=True)))
+    if watcher.comparison is not None:
+        trace = without_hidden(trace, watcher.comparison.hidden)
+        watcher.is_over = True
+        watcher.comparison.run_again()
+    run = MemoryTimeline(trace=trace, start=start, backward=backward, ends=ends, before=before)
+    return WatchedStep(tree=tree, watcher=watcher, run=run)

@@ -31,14 +31,24 @@ from torchremat.tensors.structure import tensors_in
 
 
 @dataclass
-class UnitSave:
-    """One tensor that autograd saved in a unit, neither an input nor a parameter."""
+class SavedMemory:
+    """Memory of a tensor that autograd saved in a unit, neither an input's nor a parameter's."""
 
-    mark: int
     pointer: int
-    place: int  # among the saves of the unit
     number: int  # of the storage in the trace, where the same save was seen
     storage: StorageWeakRef
+
+
+@dataclass
+class UnitSave:
+    """One save of autograd in a unit, with the marks at which its graph died: in the forward, or in backward."""
+
+    mark: int
+    inputs: list[int] = field(default_factory=list[int])  # the inputs of the unit among what was saved
+    memories: list[SavedMemory] = field(default_factory=list[SavedMemory])
+    slot: ReferenceType[Slot] | None = None
+    dropped: int = -1
+    lost: int = -1
 
 
 @dataclass
@@ -53,17 +63,12 @@ class WatchedUnit:
     outputs: dict[int, int] = field(default_factory=dict[int, int])
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address is reused
     output_pointers: list[int] = field(default_factory=list[int])  # of the outputs, among the allocations
-    boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
     captured: set[int] = field(default_factory=set[int])  # storages in the state that its calls see
     saves: list[UnitSave] = field(default_factory=list[UnitSave])
     parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # of all saves in the trace, in order
-    saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
-    slots: list[ReferenceType[Slot]] = field(default_factory=list[ReferenceType[Slot]])
-    dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs died, by place
     recompute: int = -1
     recomputed: int = -1
     is_retained: bool = False  # whether a backward has retained its graph, or another one has recomputed it again
-    lost_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which saved inputs went in backward
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[Recomputable] | None = None
@@ -73,14 +78,19 @@ class WatchedUnit:
         """Return the saves that backward asked for and the trace knows, each with the address that it got."""
         return [(save, pointer) for save, (_, pointer) in self.asked.items() if save < len(self.parts)]
 
-    def is_dropped(self, place: int) -> bool:
+    def is_dropped(self, save: UnitSave) -> bool:
         """Return whether a save has lost its graph when the unit has ended."""
-        return self.dropped_at.get(place, self.ends) < self.ends
+        return 0 <= save.dropped < self.ends
+
+    @property
+    def saved_memories(self) -> Iterator[tuple[UnitSave, SavedMemory]]:
+        """The memory of its saves, in order."""
+        return ((save, memory) for save in self.saves for memory in save.memories)
 
     @property
     def last_save(self) -> int:
         """The mark of the last save that has a graph at the unit's end; -1 if none has."""
-        return max((mark for place, mark in enumerate(self.saves_at) if not self.is_dropped(place)), default=-1)
+        return max((save.mark for save in self.saves if not self.is_dropped(save)), default=-1)
 
 
 class UnitObserver(Observer):
@@ -200,11 +210,11 @@ class Watcher(UnitObserver):
         if unit is None or self.watched[unit].recompute >= 0:
             return
         own = self.watched[unit]
-        mark, place = self.mark("saves"), len(own.saves_at)
-        own.saves_at.append(mark)
+        place, save = len(own.saves), UnitSave(self.mark("saves"))
+        own.saves.append(save)
         slot = region.slots[-1]()
         if slot is not None:
-            own.slots.append(ref(slot, lambda _: self.dropped(own, place)))
+            save.slot = ref(slot, lambda _: self.dropped(own, save))
         if self.comparison is not None:
             self.comparison.saved(unit, place, tensor, self.stays(unit))
         numbers = own.parts[place] if place < len(own.parts) else ()
@@ -213,22 +223,22 @@ class Watcher(UnitObserver):
                 continue
             address = address_of(storage)
             if address in own.inputs:
-                own.boundary.append((place, own.inputs[address]))
+                save.inputs.append(own.inputs[address])
                 continue
             number = numbers[part] if part < len(numbers) else -1
-            own.saves.append(UnitSave(mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+            save.memories.append(SavedMemory(self.pointer_of(storage), number, StorageWeakRef(storage)))
             self.numbers[storage] = number
 
     def stays(self, unit: int) -> Container[int]:
         """Return the addresses of the storages that a unit's region holds."""
         return self.watched[unit].inputs if len(self.units.units[unit].calls) == 1 else ()
 
-    def dropped(self, own: WatchedUnit, place: int) -> None:
+    def dropped(self, own: WatchedUnit, save: UnitSave) -> None:
         """Record that the graph of a save is freed; in backward this happens to all saves."""
         if own.recompute < 0:
-            own.dropped_at[place] = self.mark("dropped")
-        elif any(place == one for one, _ in own.boundary):
-            own.lost_at[place] = self.mark("lost")
+            save.dropped = self.mark("dropped")
+        elif save.inputs:
+            save.lost = self.mark("lost")
 
     @property
     def retained(self) -> list[str]:

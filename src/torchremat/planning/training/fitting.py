@@ -8,8 +8,8 @@ from typing import TypeVar, Unpack
 from torch import nn
 
 from torchremat.errors import BudgetError
-from torchremat.measuring.runs import run_traced
-from torchremat.measuring.timeline import StepEvents
+from torchremat.measuring.observers import observe_allocations
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
@@ -80,7 +80,9 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
         plan.apply(model)
         try:
             with state_made(subject):
-                risen = max(peers.all(lambda own=plan: _risen(run_traced(subject, device, before_bytes=0), own)))
+                risen = max(
+                    peers.all(lambda own=plan: _risen(subject.train(observe_allocations(subject, device)), own))
+                )
         except BaseException:
             plan.remove(model)
             raise
@@ -98,6 +100,6 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
             )
 
 
-def _risen(traced: StepEvents, plan: Plan) -> int:
+def _risen(traced: MemoryTimeline, plan: Plan) -> int:
     """Return the peak of a step with the part of the allocator's slack that the plan does not count."""
     return traced.peak_bytes + max(0, traced.trace.slack_bytes - plan.before_bytes.get("slack", 0))

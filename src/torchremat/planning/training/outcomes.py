@@ -18,8 +18,7 @@ from torchremat._compat.flags import deterministic_kernels
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.modules import has_compiled
-from torchremat.measuring.runs import Subject
-from torchremat.measuring.step import run_backward
+from torchremat.measuring.runs import StepObserver, Subject
 from torchremat.measuring.untouched import frees_gradient, gradient_leaves
 from torchremat.optimizing.rehearsal import noting_gradients
 from torchremat.planning.layout import bare
@@ -46,6 +45,10 @@ _CANCELLED_SHARE = 1e-5
 
 def outcome_of(subject: Subject) -> Outcome:
     """Run the step and return its results: the loss, the gradients of all leaves, the buffers."""
+    return subject.train(_results(subject), looks=True)
+
+
+def _results(subject: Subject) -> StepObserver[Outcome]:
     released: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> None:
@@ -53,9 +56,9 @@ def outcome_of(subject: Subject) -> Outcome:
         # As if it were added to zeros, as others are then: where autograd makes -0.0, that is 0.0.
         released[id(parameter)] = copied.add_(0) if subject.accumulates else copied
 
-    with subject.untouched(looks=True), noting_gradients(note):
-        loss = subject.forward()
-        run_backward(loss)
+    with noting_gradients(note):
+        loss = yield
+        yield
         outcome = {"the loss": loss.detach().clone()}
         names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)

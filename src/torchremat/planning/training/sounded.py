@@ -32,7 +32,7 @@ from torchremat._compat.autograd import at_end_of_backward
 from torchremat._compat.dynamo import traced_as
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.glances import Glance
+from torchremat.measuring.profiled import Glance
 from torchremat.planning.training.trained import Optimizer, Trained
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.state.optimizer_steps import after_each_step, before_each_step

@@ -16,7 +16,8 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import check_flags
 from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import IfItFits
-from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
+from torchremat.measuring.observers import observe_allocations, observe_clock, observe_storages
+from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.optimizing.partial_steps import steps_in_parts
 from torchremat.optimizing.rehearsal import marking_rehearsals
@@ -155,7 +156,7 @@ class _BothRun:
                 self._plain = _run(subject, device, state_bytes)
             self._ran(2)
         self._seconds, self._plain_seconds = self._timed()
-        self._recomputed_flops = run_counted(subject, device).recomputed_flops
+        self._recomputed_flops = subject.train(observe_storages(subject, device)).recomputed_flops
         self._ran(1)
         self.differences = {} if self._plain is None else differing(self._ours.outcome, self._plain.outcome)
 
@@ -174,12 +175,12 @@ class _BothRun:
         ours, plain = list[float](), list[float]()
         for _ in range(_TIMED_RUNS):
             with marking_rehearsals(lambda _: now(device)) as marks:
-                seconds = run_plain(self._subject, device).seconds
+                seconds = self._subject.train(observe_clock(device)).seconds
             ours.append(seconds - sum(marks[1::2]) + sum(marks[::2]))
             self._ran(1)
             if self._plain is not None:
                 with bare(self._model):
-                    plain.append(run_plain(self._subject, device).seconds)
+                    plain.append(self._subject.train(observe_clock(device)).seconds)
                 self._ran(1)
         return statistics.median(ours), statistics.median(plain) if plain else None
 
@@ -229,16 +230,14 @@ class _VerifiedRun:
 def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedRun:
     """Run the step twice: for its results, then for its bytes, with `state_bytes` of an optimizer added."""
     outcome = outcome_of(subject)
-    with subject.untouched():
-        found = subject.before(device)
-        before = found.total_bytes + state_bytes
-    traced = run_traced(subject, device, before_bytes=before)
+    traced = subject.train(observe_allocations(subject, device))
+    before = traced.before.total_bytes + state_bytes
     return _VerifiedRun(
         outcome=outcome,
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
-        resident_bytes=found.resident_bytes,
+        resident_bytes=traced.before.resident_bytes,
         slack_bytes=traced.trace.slack_bytes,
     )
 
