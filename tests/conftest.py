@@ -89,7 +89,7 @@ def _freeze():
     gc.freeze()
 
 
-# With a device other than the CPU here, all tests run on it as far as they do not name one.
+# With a device other than the CPU here, all tests run on it as far as they do not name one, as those marked `gpu` do.
 _DEFAULT_DEVICE = os.environ.get("TORCHREMAT_DEFAULT_DEVICE")
 
 
@@ -101,7 +101,8 @@ def _seeded():
 if _DEFAULT_DEVICE is not None:
 
     @pytest.fixture(autouse=True)
-    def _on_the_default_device():
-        torch.set_default_device(_DEFAULT_DEVICE)
+    def _on_the_default_device(request):
+        if "gpu" not in request.keywords:
+            torch.set_default_device(_DEFAULT_DEVICE)
         yield
         torch.set_default_device(None)
