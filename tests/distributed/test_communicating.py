@@ -18,17 +18,16 @@ OF_TWO = {
     "contrastive": ("70% of activations",),
     "sequence_parallel": MIN,
     "loss_parallel_around": MIN,
-    "passed_on": MIN,
     "halves": MIN,
     "low_ranks": MIN,
 }
 OF_FOUR = {
     "passed_on": MIN,
     "overlapping_groups": ("70% of activations",),
-    "ring_in_each_replica": MIN,
+    "ring_in_each_replica": ("70% of activations",),
     "replicas_of_split_layers": ("70% of activations",),
 }
-RANDOM = range(12)
+RANDOM = (0, 1, 2, 3, 7, 9)  # those of the first that take the least time
 
 
 @pytest.fixture(scope="module")
