@@ -185,10 +185,11 @@ def test_buffers_are_written_once(backend):
     run = torch.compile(lambda x: checkpoint(layer, x), backend=backend, fullgraph=True)
 
     run(x).sum().backward()
-    torch.compile(twin, backend=backend)(x).sum().backward()
+    twin(x)
 
     assert layer[0].num_batches_tracked == 1
-    assert all_equal(list(layer.buffers()), list(twin.buffers()))
+    for found, once in zip(layer.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(found, once)  # Inductor adds up in another order
 
 
 def test_a_backend_that_may_write_buffers_twice_is_refused():
