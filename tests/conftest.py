@@ -35,7 +35,7 @@ def pytest_report_header():
 def pytest_collection_modifyitems(items):
     # What runs in processes of its own runs for a whole module at once, and would twice where two workers share it:
     # each begins with a half of the tests in order, and takes of the other's last ones.
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "run_all"))
+    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "case_tests"))
     for item in items:
         if item.name == "torchremat.tensors.tensor.SavedTensor":  # the example in its docstring
             item.add_marker(NEEDS_SAVED_TENSORS)
