@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start dozens of processes; without bytecode on disk each would compile all of torch's Python again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo gallery test gpu emulated golden lint format docs benchmarks lock clean
+.PHONY: demo gallery test suite gpu emulated golden lint format docs benchmarks lock clean
 
 demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
@@ -14,25 +14,25 @@ demo: .venv/.stamp-demo
 gallery: .venv/.stamp-demo
 	$(BIN)/python examples/gallery
 
-test: lint .venv/.stamp
+# Lint and docs take one core: with `make -j3 test` they run beside the tests.
+test: lint docs suite
+
+suite: .venv/.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not quietly: warnings would not count
 
 # What needs a CUDA device: the facts of it are noted, and then the tests that are marked so have to pass.
 gpu: .venv/.stamp
 	$(BIN)/python benchmarks/gpu/main.py facts regions
 	$(BIN)/python -m pytest -m gpu
 
-# The same without a device: on one that tests/emulator builds, and that finds what two streams do in no order. After
-# what is marked, suites that name no device run with it as torch's default one.
-EMULATED := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest -p emulator.plugin -n 2 --dist worksteal
-DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stages tests/stores
+# The same without a device: on one that tests/emulator builds, and that finds what two streams do in no order. With
+# what is marked run suites that name no device: it is torch's default one for them.
+EMULATED := tests/emulator tests/measuring tests/optimizing tests/pipeline tests/planning tests/policies tests/regions tests/stages tests/stores tests/test_ambient.py
 
 emulated: .venv/.stamp
 	PYTHONPATH=tests $(BIN)/python -m emulator
-	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/optimizing tests/pipeline tests/planning tests/regions tests/stages tests/stores tests/test_ambient.py
-	$(EMULATED) tests/emulator
-	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
+	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 OMP_NUM_THREADS=1 PYTHONPATH=tests \
+		$(BIN)/python -m pytest -p emulator.plugin -n 2 --dist worksteal $(EMULATED)
 
 # The plans that tests/planning/test_golden.py compares, written anew: where another plan is meant.
 golden: .venv/.stamp
@@ -49,7 +49,7 @@ format: .venv/.stamp
 	$(BIN)/ruff format
 
 docs: .venv/.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not quietly: warnings would not count
 
 benchmarks: .venv/.stamp
 	set -e; for main in $(wildcard benchmarks/*/main.py); do echo "== $$main"; $(BIN)/python $$main; done

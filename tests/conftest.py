@@ -35,7 +35,7 @@ def pytest_report_header():
 def pytest_collection_modifyitems(items):
     # What runs in processes of its own runs for a whole module at once, and would twice where two workers share it:
     # each begins with a half of the tests in order, and takes of the other's last ones.
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "run_all"))
+    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "case_tests"))
     for item in items:
         if item.name == "torchremat.tensors.tensor.SavedTensor":  # the example in its docstring
             item.add_marker(NEEDS_SAVED_TENSORS)
@@ -89,7 +89,7 @@ def _freeze():
     gc.freeze()
 
 
-# With a device other than the CPU here, all tests run on it as far as they do not name one.
+# With a device other than the CPU here, all tests run on it as far as they do not name one, as those marked `gpu` do.
 _DEFAULT_DEVICE = os.environ.get("TORCHREMAT_DEFAULT_DEVICE")
 
 
@@ -101,7 +101,8 @@ def _seeded():
 if _DEFAULT_DEVICE is not None:
 
     @pytest.fixture(autouse=True)
-    def _on_the_default_device():
-        torch.set_default_device(_DEFAULT_DEVICE)
+    def _on_the_default_device(request):
+        if "gpu" not in request.keywords:
+            torch.set_default_device(_DEFAULT_DEVICE)
         yield
         torch.set_default_device(None)

@@ -23,7 +23,21 @@ _SKIPPED = "skipped: "
 _PATIENCE = datetime.timedelta(seconds=180)
 
 
-def run_all(cases, folder, world=WORLD):
+def case_tests(cases, world=WORLD):
+    """Return a test for each case, to be named in a module; the first of them to run has processes run all cases."""
+    told = {}
+
+    @pytest.mark.parametrize("case", cases)
+    def test(case, tmp_path_factory):
+        if not told:
+            told.update(dict.fromkeys(cases, "the processes were not run: see the first of these tests"))
+            told.update(_run_all(cases, tmp_path_factory.mktemp("processes"), world))
+        _judge(told[case])
+
+    return test
+
+
+def _run_all(cases, folder, world):
     """Return what each case raised, "" for those that passed, by name."""
     processes = [CONTEXT.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
     for one in processes:
@@ -43,7 +57,7 @@ def run_all(cases, folder, world=WORLD):
     }
 
 
-def judge(words):
+def _judge(words):
     """Fail with what processes raised in a case, or skip it if they did."""
     if words and all(line.startswith(_SKIPPED) for line in words.splitlines()):
         pytest.skip(words.splitlines()[0].removeprefix(_SKIPPED))

@@ -1,16 +1,6 @@
 """FSDP2 over two processes; the cases are in `fully_sharded`."""
 
-import pytest
-
 from distributed.fully_sharded import CASES
-from distributed.processes import run_all
+from distributed.processes import case_tests
 
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return run_all(CASES, tmp_path_factory.mktemp("fully_sharded"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_fully_sharded(told, case):
-    assert not told[case], told[case]
+test_fully_sharded = case_tests(CASES)

@@ -1,16 +1,6 @@
 """A guard in one of two processes."""
 
-import pytest
-
 from distributed.guarding import CASES
-from distributed.processes import run_all
+from distributed.processes import case_tests
 
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return run_all(CASES, tmp_path_factory.mktemp("guarding"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_both_processes(name, told):
-    assert told[name] == ""
+test_both_processes = case_tests(CASES)

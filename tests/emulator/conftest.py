@@ -1,4 +1,4 @@
-"""The tests of the emulated device run on it, under the plugin: `make emulated`. Those of its building run anywhere.
+"""Tests of the emulated device are marked `gpu`, and run on it: `make emulated`. Those of its building run anywhere.
 
 Two of these need the library, and run where it is built already.
 """
@@ -16,12 +16,11 @@ ANYWHERE = "test_building.py"
 
 
 def pytest_collection_modifyitems(items):
-    if emulator.is_installed():
-        return
-    skip = pytest.mark.skip(reason="runs on the emulated device: make emulated")
     for item in items:
         if item.path.parent == HERE and item.path.name != ANYWHERE:
-            item.add_marker(skip)
+            item.add_marker("gpu")
+            if not emulator.is_installed():
+                item.add_marker(pytest.mark.skip(reason="runs on the emulated device: make emulated"))
 
 
 @pytest.fixture

@@ -44,6 +44,9 @@ ERRORS_OF_THE_TEST = {
     r"Expected a 'cuda' device type for generator but found 'cpu'": "makes generators of the CPU",
 }
 
+# What runs with the device as torch's default one, beside what is marked `gpu`.
+BY_DEFAULT = ("tests/emulator", "tests/pipeline", "tests/policies", "tests/regions", "tests/stores")
+
 # Skipped with the device as torch's default one, beside all of the above. So `make emulated` keeps to five minutes.
 NOT_BY_DEFAULT: Tests = {
     "is about Dynamo and takes minutes": (
@@ -54,7 +57,6 @@ NOT_BY_DEFAULT: Tests = {
     ),
     "computes on the host, or starts processes, whatever the device": (
         "tests/pipeline/attaching",
-        "tests/stages",
         "tests/regions/test_forwards.py::test_accelerate_itself",
         "tests/stores/test_disk_faults.py",
     ),

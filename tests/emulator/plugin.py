@@ -1,7 +1,8 @@
 """Runs tests on the emulated device: `pytest -p emulator.plugin`, with `tests` on Python's path.
 
 Installs it before anything imports torch, fails each test that leaves a race, starts each with fresh statistics, and
-does what `exceptions.py` says. TORCHREMAT_DEFAULT_DEVICE=cuda runs tests on it that name no device.
+does what `exceptions.py` says. With TORCHREMAT_DEFAULT_DEVICE=cuda the suites that it names run on the device as well,
+and of all others what is marked `gpu`.
 
     EMULATOR_LAG        how many times an event says that it has not fired: a number, or "never"
     EMULATOR_DEVICES    how many devices there are
@@ -44,13 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, [named, _PLUGIN]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _IS_DEFAULT:
+        runs = {item: _is_marked(item) or item.nodeid.startswith(exceptions.BY_DEFAULT) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
+        items[:] = [item for item in items if runs[item]]
     for item in items:
         reason = _reason(item, exceptions.NOT_HERE)
-        if reason is None and _IS_DEFAULT:
+        if reason is None and _IS_DEFAULT and not _is_marked(item):
             reason = _reason(item, exceptions.NOT_BY_DEFAULT)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"emulated device: {reason}"))
+
+
+def _is_marked(item: pytest.Item) -> bool:
+    """Whether the test names the device itself."""
+    return "gpu" in item.keywords
 
 
 def _reason(item: pytest.Item, tests: exceptions.Tests) -> str | None:
@@ -80,7 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     try:
         result = yield
     except Exception as error:
-        reason = _fault_of_the_test(error)
+        reason = None if _is_marked(item) else _fault_of_the_test(error)
         if reason is None:
             raise
         for one in _chain(error):

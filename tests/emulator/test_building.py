@@ -58,7 +58,8 @@ def test_none():
     torch.ones(3, device="cuda").sum()
 """)
 
-    ended = run("-m", "pytest", "-q", "-p", "emulator.plugin", "-p", "no:cacheprovider", str(tmp_path))
+    plugins = ("-p", "emulator.plugin", "-p", "no:cacheprovider")
+    ended = run("-m", "pytest", "-q", *plugins, str(tmp_path), TORCHREMAT_DEFAULT_DEVICE="cpu")
 
     assert ended.returncode == 1
     assert "test_one.py::test_race" in ended.stdout

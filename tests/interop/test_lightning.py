@@ -121,10 +121,9 @@ BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
         ({}, True),
         (BY_VALUE, "auto"),
         ({"precision": "bf16-mixed"}, "auto"),
-        (TWO, "auto"),
         ({**TWO, **BY_VALUE}, True),
     ],
-    ids=["plain", "clipped", "bf16", "accumulated", "both"],
+    ids=["plain", "clipped", "bf16", "accumulated and clipped"],
 )
 def test_the_training_is_the_same_with_released_gradients(tmp_path, options, releases):
     options = {"max_steps": 10, "val_check_interval": 8, **options}  # an epoch has 8 batches

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def _declared_speed():
         yield
 
 
-def gpt():
-    return GPT(blocks=4, width=128, context=64)
+def gpt(blocks=2):
+    return GPT(blocks=blocks, width=128, context=64)
 
 
 def tied():
@@ -80,11 +81,12 @@ KINDS = {
     "unet": (UNet, lambda model: model(IMAGES).square().mean(), IMAGES),
     "frozen": (Frozen, lambda model: model(POINTS).square().mean(), POINTS),
 }
+OTHERS = {"deep": (partial(gpt, blocks=4), rows_of, ROWS)}
 
 
 def made(kind="gpt", *, steps=0):
     torch.manual_seed(0)
-    make, loss_of, _ = KINDS[kind]
+    make, loss_of, _ = (KINDS | OTHERS)[kind]
     model = make()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, loss_of, steps)
@@ -115,8 +117,7 @@ def measured_peak(model, optimizer, loss_of, batch):
     return sum(one.nbytes for one in held if isinstance(one, torch.Tensor)) + recorder.trace.peak_bytes
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "alone"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "alone"), [("gpt", False), ("tied", True), ("unet", False), ("frozen", True)])
 def test_a_plan_below_all_others_keeps_its_budget_and_every_bit(kind, alone):
     model, optimizer, loss_of = made(kind)
     options = {"parameter_store": Disk()} if alone else all_stores()
@@ -195,7 +196,7 @@ def test_the_room_is_for_what_runs_what_leaves_what_was_read_and_what_comes():
 
 def test_saved_tensors_wait_beside_parameters():
     """Nodes of a unit that was stored kept their parameters in memory to their backward, and the two were refused."""
-    model, optimizer, loss_of = made()
+    model, optimizer, loss_of = made("deep")
     store = Disk()
     options = {"release_gradients": True, "optimizer_store": store, "stores": [store], "cost": "flops"}
     least = torchremat.Planner(model, loss_of, optimizer=optimizer, **options).floor_bytes
@@ -209,7 +210,7 @@ def test_saved_tensors_wait_beside_parameters():
     peak_bytes = measured_peak(model, optimizer, loss_of, ROWS)
     assert plan.peak_bytes - 3 * max(one.nbytes for one in model.parameters()) <= peak_bytes <= plan.peak_bytes
     assert stored(model) == away
-    plain, _, _ = made(steps=3)
+    plain, _, _ = made("deep", steps=3)
     assert equal([*model.parameters()], [*plain.parameters()])
 
 
@@ -309,8 +310,8 @@ def test_a_plan_says_how_many_bytes_of_parameters_wait(below):
     text = str(plan)
     assert re.search(r"^peak +\S+ MiB predicted, at most, ", text, re.MULTILINE)
     said = re.findall(r"^waiting +(.*)$", text, re.MULTILINE)
-    assert re.fullmatch(r"6.59 MiB of optimizer state in Disk\(.*\)", said[0])
-    waits = r"3.28 MiB of parameters in Disk\(.*\), at most 1.00 MiB of them in memory, [0-9.]+ ms added"
+    assert re.fullmatch(r"3.58 MiB of optimizer state in Disk\(.*\)", said[0])
+    waits = r"1.78 MiB of parameters in Disk\(.*\), at most 1.00 MiB of them in memory, [0-9.]+ ms added"
     assert re.fullmatch(waits, said[1])
     assert "(gradients released, state stored, parameters stored)" in str(plan.certificate)
 

@@ -78,7 +78,7 @@ def test_a_plan_counts_the_most_that_are_in_memory(releases):
     large = [one.nbytes for one in model.parameters() if one.nbytes >= 2**15]
     assert (plan.away_bytes, plan.room_bytes) == (sum(large), 4 * max(large))
     assert plan.is_of_stored and not plan.stepping.stores_parameters
-    assert "3.28 MiB of parameters already, at most 1.00 MiB of them in memory" in str(plan)
+    assert "1.78 MiB of parameters already, at most 1.00 MiB of them in memory" in str(plan)
     plan.apply(model)
     train(model, optimizer, rows_of, 2)
     peak_bytes = measured_peak(model, optimizer, rows_of, ROWS)
@@ -202,7 +202,7 @@ def test_a_plan_that_counts_on_them_is_applied_while_they_wait(tmp_path):
     offload.remove()
     plan.save(tmp_path / "plan.json")
 
-    with pytest.raises(PlanError, match=r"made while 3.28 MiB of parameters wait in a store, and here none do"):
+    with pytest.raises(PlanError, match=r"made while 1.78 MiB of parameters wait in a store, and here none do"):
         Plan.load(tmp_path / "plan.json").apply(model)
     with offload_parameters(model, optimizer, Disk()):
         Plan.load(tmp_path / "plan.json").apply(model)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from planning.steps import Measured, blocks, differences, keep_all, outcome, profile, traced_peak, under
-from probes.planning import FoundLoop, PlanOptions, Search, Solver, depth, loops_in, predict
+from planning.steps import Measured, blocks, differences, keep_all, outcome, traced_peak, under
+from probes.planning import FoundLoop, Solver, depth, loops_in, predict
 from schedules.binomial_trees import binomial_tree
 from torchremat import Planner, UnsupportedError, checkpoint, loop, plan
 
@@ -79,8 +79,15 @@ def layered(steps=60):
     return Layered(), lambda model: model(xs)
 
 
+@cache
+def planned(make):
+    """A model, its step, and a planner of whole units."""
+    model, step = make()
+    return model, step, Planner(model, step, cost="flops", operators=False)
+
+
 def test_loops_are_found_in_the_trace():
-    found = {make.__name__: loops_in(blocks(*make()).units) for make in (recurrent, unrolled, layered)}
+    found = {make.__name__: loops_in(planned(make)[2].profile.units) for make in (recurrent, unrolled, layered)}
 
     assert found == {
         "recurrent": (FoundLoop(first=0, period=2, steps=60),),  # a cell and a head
@@ -91,7 +98,7 @@ def test_loops_are_found_in_the_trace():
 
 def test_short_chains_are_solved_by_units():
     # The solver's tables are fine enough for these, and a region may begin anywhere.
-    short, long = (Solver(blocks(*unrolled(steps)), "flops") for steps in (100, 200))
+    short, long = Solver(blocks(*unrolled(100)), "flops"), solved_unrolled()
 
     assert len(short.chain.stages) == len(short.profile.units.units) == 102
     assert not short.chain.borders
@@ -100,7 +107,7 @@ def test_short_chains_are_solved_by_units():
 
 
 def test_steps_of_several_units_are_stages_as_well():
-    by_units, *_, by_steps = Search(profile(*recurrent()), PlanOptions(cost="flops", operators=False)).solvers
+    by_units, *_, by_steps = planned(recurrent)[2].solver.solvers
 
     assert len(by_units.chain.stages) == 120
     assert len(by_steps.chain.stages) == 60
@@ -108,13 +115,13 @@ def test_steps_of_several_units_are_stages_as_well():
 
 @cache
 def solved_unrolled():
-    own = blocks(*unrolled())
-    return own, Solver(own, "flops")
+    return Solver(planned(unrolled)[2].profile, "flops")
 
 
 @pytest.mark.parametrize("slots", [3, 5, 8, 15])
 def test_a_plan_recomputes_no_more_than_the_multistage_schedule(slots):
-    own, solver = solved_unrolled()
+    solver = solved_unrolled()
+    own = solver.profile
     last = len(own.sizes) - 1
     (found,) = loops_in(own.units)
     # The binomial schedule for a number of states, by hand; encoder and decoder are kept.
@@ -139,9 +146,8 @@ def shifted(node, by):
 
 @pytest.mark.parametrize("make", [recurrent, unrolled, layered])
 def test_plans_of_loops_are_exact(make):
-    model, step = make()
+    model, step, planner = planned(make)
     expected, own = outcome(model, step), Measured(model, step)
-    planner = Planner(model, step, cost="flops", operators=False)
     floor, plain = planner.floor_bytes, planner.plain_peak()[0]
 
     for budget in (floor, floor + (plain - floor) // 20, floor + (plain - floor) // 4):
@@ -157,12 +163,12 @@ def test_plans_of_loops_are_exact(make):
 def test_a_head_for_each_step_does_not_hold_its_state():
     # The states that the heads read are inputs of the next cells too. A region over some steps holds one of them, and
     # the smallest budget is far below the bytes of all states.
-    model, step = recurrent(200)
+    model, step = recurrent(100)
     planner = Planner(model, step, cost="flops", operators=False)
 
     # Each head's output is saved by the code around it.
-    beside = 200 * 32 * 4 * 4
-    assert planner.floor_bytes - planner.fixed_bytes < beside + 200 * 32 * 16 * 4 // 3
+    beside = 100 * 32 * 4 * 4
+    assert planner.floor_bytes - planner.fixed_bytes < beside + 100 * 32 * 16 * 4 // 3
 
 
 # ------------------------------------------------------------------------------------------- declared loops

@@ -29,15 +29,15 @@ def llama_step():
 def wide_step():
     # Activations of 12.2 MB, to which the allocator gives a rest of 512 KiB each.
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
-    x = torch.randn(6000, 512)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    x = torch.randn(48_000, 64)
     return model, lambda model: model(x).pow(2).mean()
 
 
 MODELS = {
     "gpt": lambda: gpt_step(batch=2, context=64, blocks=4, width=64, heads=4),
-    "unet": lambda: unet_step(batch=4, size=32, width=16),
-    "resnet": lambda: resnet_step(batch=16, size=32, width=16),
+    "unet": lambda: unet_step(batch=2, size=32, width=8),
+    "resnet": lambda: resnet_step(batch=4, size=32, width=8),
     "llama": llama_step,
     "wide": wide_step,
 }

@@ -1,16 +1,6 @@
 """Plans where reductions have state of their own; the cases are in `reduction_cases`."""
 
-import pytest
-
-from distributed.processes import run_all
+from distributed.processes import case_tests
 from planning.reduction_cases import CASES
 
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return run_all(CASES, tmp_path_factory.mktemp("reductions"), world=3)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_reductions(told, case):
-    assert not told[case], told[case]
+test_reductions = case_tests(CASES, world=3)

@@ -51,7 +51,7 @@ def at(planner, share):
     return int(floor + share * (plain - floor))
 
 
-@pytest.mark.parametrize("share", [0.15, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.15, 0.5])
 def test_planning_stays_within_its_budget(planner, share):
     budget = at(planner, share)
 

@@ -158,7 +158,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_programs(way):
     compared = 0
-    for seed in range(60):
+    for seed in range(20):
         program = Program.random(f"{way} {seed}")
         try:
             plain = program.run(lambda f, *args: f(*args))
@@ -166,7 +166,7 @@ def test_programs(way):
             continue  # one that autograd refuses
         assert agree(program.run(WAYS[way]), plain), program
         compared += 1
-    assert compared > 30
+    assert compared > 10
 
 
 def test_a_tensor_that_other_code_has_kept_brings_its_gradient():

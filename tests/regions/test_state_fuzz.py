@@ -1,13 +1,13 @@
 """Random programs whose state changes, in the forward, between forward and backward, and in another region.
 
-The same few hundred run in every test run. `state_programs.py` says what a program is, and how to run many more.
+The same 240 run in every test run. `state_programs.py` says what a program is, and how to run many more.
 """
 
 from collections import Counter
 
 from regions.state_programs import CHANGES, FAILURES, READS, judged, made, smaller
 
-_COUNT = 450
+_COUNT = 240
 
 
 def test_random_programs_leave_the_world_of_the_plain_run():

@@ -1,4 +1,4 @@
-"""Runs of the programs: as cases of `processes.run_all`, which raise what is wrong, and by a crew, which tells it."""
+"""Runs of the programs: as cases of processes, which raise what is wrong, and by a crew, which tells it."""
 
 from dataclasses import dataclass
 from functools import partial
