@@ -25,8 +25,9 @@ from torchremat.planning.placed_step import PlacedStep
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
 from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution, check_request
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.results.descriptions import nothing_fits, plan_of, with_own
+from torchremat.planning.results.descriptions import nothing_fits, plan_of
 from torchremat.planning.results.frontiers import POINTS, Frontier, check_points, frontier_of
+from torchremat.planning.results.plan_data import with_given
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.storing import LEAST_GAIN
 from torchremat.planning.stepping import Stepping
@@ -153,7 +154,7 @@ class Planner(ProfiledStep):
                 f"for the tightest of them, {format_bytes(made.budget_bytes)}.",
                 BudgetWarning,
             )
-        return with_own(made, self.options)
+        return with_given(made, self.options)
 
     def _planned(self, chosen: ProfiledStep, found: Solution | None, size: int, given: BudgetGiven) -> Plan:
         known, budget = (self, *self._others.values()), str(given.budget)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from torchremat.errors import BudgetError, UnsupportedError
+from torchremat.json_data import text_of
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.profiled_step import ProfiledStep, Solution
-from torchremat.planning.results.descriptions import plan_of, with_own
+from torchremat.planning.results.descriptions import plan_of
+from torchremat.planning.results.plan_data import with_given
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.results.staircases import Staircase, draw, knee_of
 from torchremat.planning.searches.chains import Cost
@@ -165,7 +166,7 @@ class Frontier(Viewed):
             return plan_of(profiled, self._solutions[place].candidate, size, name, beside=self._ways)
 
         with profiled.placed.within(limit_bytes):
-            return with_own(profiled.for_all(planned), profiled.options)
+            return with_given(profiled.for_all(planned), profiled.options)
 
     def _bytes_of(self, budget: Relative) -> int:
         first = self._ways[0]
@@ -184,8 +185,7 @@ class Frontier(Viewed):
         Raises:
             OSError: The file cannot be written.
         """
-        content = {"device": self.device, "cost": self.cost, "points": [asdict(point) for point in self.points]}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        Path(path).write_text(text_of({"device": self.device, "cost": self.cost, "points": self.points}))
 
     def plot(self, path: str | Path) -> None:
         """Draw peak against time into an image file, with floor and knee; the extension selects the format.
