@@ -21,7 +21,7 @@ from torchremat.interop.budgets import Budgeted, fitted
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
 from torchremat.measuring.step import check_takes
-from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
+from torchremat.planning.plan_options import TRAINING, PlanKeywords, PlanOptions, takes
 
 try:
     import accelerate
@@ -59,7 +59,7 @@ class _Shaped:
 _shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
 
 
-@takes(TrainingKeywords)
+@takes(TRAINING)
 def prepare(
     accelerator: accelerate.Accelerator,
     model: M,
@@ -69,7 +69,7 @@ def prepare(
     budget: int | str,
     margin: int | str = 0,
     shapes: bool = False,
-    **options: Unpack[TrainingKeywords],
+    **options: Unpack[PlanKeywords],
 ) -> tuple[M, AcceleratedOptimizer]:
     """Return the result of `accelerator.prepare(model, optimizer)`, with a plan that a real step has confirmed.
 

@@ -17,9 +17,8 @@ from torchremat.planning.results.plan_data import with_given
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.results.staircases import Staircase, draw, knee_of
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.search import TreeSearch
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
-from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.tensors.sizes import format_bytes, format_flops
@@ -247,7 +246,7 @@ def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
     )
 
 
-def _sought(search: Search | RunSearch, points: int) -> list[Candidate]:
+def _sought(search: TreeSearch, points: int) -> list[Candidate]:
     with heap_set_aside(), search.search_budget.running():
         with search.search_budget.part(0.0, _FLOOR_SHARE):
             lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profile_pair import ProfilePair
@@ -17,6 +18,7 @@ from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.searches.storing import Storing
+from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import Candidate, rank_of_bytes
 
@@ -30,6 +32,45 @@ _OPTIONS_SHARE = 0.3
 
 # The reported share after candidates with stores: each part takes about as long as the rest after it.
 _STORING_SHARE = 0.5
+
+
+class TreeSearch(Protocol):
+    """Finds trees under any limit.
+
+    Attributes:
+        cost_unit: What is minimised.
+        search_budget: The time limit.
+        store_profiles: The stores where saved tensors may wait.
+        pair: The profiles.
+    """
+
+    cost_unit: Cost
+    search_budget: SearchBudget
+    store_profiles: Sequence[StoreProfile]
+    pair: ProfilePair
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        ...
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        ...
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        ...
+
+
+def search_of(
+    pair: ProfilePair, options: PlanOptions, store_profiles: Sequence[StoreProfile], search_budget: SearchBudget
+) -> TreeSearch:
+    """Return the search for trees of a step: by its profile, or by runs if it takes gradients itself."""
+    if pair.blocks.runs is not None:
+        return RunSearch(pair, options, search_budget=search_budget)
+    return Search(pair, options, store_profiles, search_budget=search_budget)
 
 
 class Search:
@@ -85,7 +126,7 @@ class Search:
         """The profile with the options of units that are recomputed in parts, if there may be any."""
         return self.pair if self.dividing is None else replace(self.pair, blocks=self.dividing.profile)
 
-    @property
+    @cached_property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
         return self.blocks.plain
