@@ -1,8 +1,7 @@
 """Values as JSON, and back: dataclasses field by field, by the types of their fields; nothing is executed.
 
-Fields whose names begin with an underscore are not written. The metadata of a field says what else is special:
-`UNWRITTEN`, or the form that `in_form` gives it. Whoever has a file puts its own header around this, and its own class
-of errors.
+Fields whose names begin with an underscore are not written. The metadata of a field says what else is special: it is
+`UNWRITTEN`, or has a `JsonForm` as `"json"`. Whoever has a file puts a header and a class of errors around this.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ _MOST_BITS = 128
 
 
 @dataclass(frozen=True)
-class _JsonForm:
+class JsonForm:
+    """The form of a field that has one of its own; `read` gets the reader, the data, and where this is."""
+
     write: Callable[[Any], object]
     read: Callable[[JsonReader, object, str], object]
-
-
-def in_form(write: Callable[[Any], object], read: Callable[[JsonReader, object, str], object]) -> Mapping[str, object]:
-    """Return the metadata of a field in a form of its own: `read` gets the reader, the data, and where this is."""
-    return {"json": _JsonForm(write, read)}
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -54,9 +50,9 @@ def data_of(value: object) -> object:
 def fields_of(value: object) -> dict[str, object]:
     """Return the fields of a dataclass as JSON types."""
     found: dict[str, object] = {}
-    for name, (_, form) in _written_fields(type(value)).items():
+    for name, own in _written_fields(type(value)).items():
         item: object = getattr(value, name)
-        found[name] = data_of(item) if form is None else form.write(item)
+        found[name] = own.metadata["json"].write(item) if "json" in own.metadata else data_of(item)
     return found
 
 
@@ -87,10 +83,9 @@ def _laid_out(value: object, indent: str) -> str:
     return f"{edges[0]}\n" + ",\n".join(f"{inner}{item}" for item in items) + f"\n{indent}{edges[1]}"
 
 
-def _written_fields(kind: type) -> dict[str, tuple[Field[object], _JsonForm | None]]:
-    """Return the fields of a dataclass that are written, by name, with the form of those that have one."""
-    own = [one for one in fields(kind) if not one.name.startswith("_") and one.metadata.get("json", "") is not None]
-    return {one.name: (one, cast("_JsonForm | None", one.metadata.get("json"))) for one in own}
+def _written_fields(kind: type) -> dict[str, Field[object]]:
+    own = (one for one in fields(kind) if not one.name.startswith("_"))
+    return {one.name: one for one in own if one.metadata.get("json", "") is not None}
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -160,7 +155,7 @@ class JsonReader:
         content, types_of, known = _object(value, where), typing.get_type_hints(kind), _written_fields(kind)
         needed = [
             name
-            for name, (one, _) in known.items()
+            for name, one in known.items()
             if self.is_complete or (one.default is MISSING and one.default_factory is MISSING)
         ]
         problems = [f"{where}.{name} is missing" for name in needed if name not in content]
@@ -168,10 +163,12 @@ class JsonReader:
         if problems:
             raise ValueError("; ".join(problems) + ".")
         found: dict[str, object] = {}
-        for name, (_, form) in known.items():
-            if name in content:
-                item, place = content[name], f"{where}.{name}"
-                found[name] = self._read(item, types_of[name], place) if form is None else form.read(self, item, place)
+        for name in (name for name in known if name in content):
+            item, place, metadata = content[name], f"{where}.{name}", known[name].metadata
+            has_form = "json" in metadata
+            found[name] = (
+                metadata["json"].read(self, item, place) if has_form else self._read(item, types_of[name], place)
+            )
         return kind(**found)
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from torchremat.errors import ScheduleError
-from torchremat.json_data import JsonReader, data_of, fields_of, in_form
+from torchremat.json_data import JsonForm, JsonReader, data_of, fields_of
 from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
 from torchremat.pipeline.gantt import draw
 from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind, Order
@@ -48,7 +48,7 @@ class Timeline:
         ScheduleError: An event belongs to no existing stage, or the workers do not have each stage once.
     """
 
-    events: tuple[PipelineEvent, ...] = field(metadata=in_form(_rows, _events))
+    events: tuple[PipelineEvent, ...] = field(metadata={"json": JsonForm(_rows, _events)})
     stages: int
     workers: tuple[tuple[int, ...], ...] = ()
     predicted: Timeline | None = None

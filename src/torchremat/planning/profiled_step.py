@@ -31,8 +31,9 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.run_profile import not_by_runs
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.results.plan_data import PlainSource
-from torchremat.planning.searches.search import search_of
+from torchremat.planning.searches.search import Search, TreeSearch
 from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.planning.store_profiles import weighed
@@ -106,7 +107,11 @@ class ProfiledStep:
             if own.runs is not None:
                 own.runs.let(self._profiled_state)
         with placed.profiling():
-            self.solver = search_of(pair, self.options, store_profiles, search_budget)
+            self.solver: TreeSearch = (
+                Search(pair, self.options, store_profiles, search_budget=search_budget)
+                if self.profile.runs is None
+                else RunSearch(pair, self.options, search_budget=search_budget)
+            )
 
     @contextmanager
     def _profiled_state(self) -> Generator[None]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal, TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
-from torchremat.json_data import UNWRITTEN, JsonReader, fields_of, in_form, text_of
+from torchremat.json_data import UNWRITTEN, JsonForm, JsonReader, fields_of, text_of
 from torchremat.measuring.store_speeds import Speed
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.layout import Calls, HeldOperators
@@ -191,11 +191,16 @@ class Provenance:
     ranks: tuple[int, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
 
-def _node_data(node: Node) -> object:
-    """Return a node as JSON types: a kept unit is its number, a region the list of its children."""
-    if isinstance(node, RegionNode):
-        return [_node_data(child) for child in node.children]
-    return {"keep": node.stage, "option": node.option} if node.option else node.stage
+def _tree_data(tree: Tree) -> list[object]:
+    """Return a tree as JSON types: a kept unit is its number, a region the list of its children."""
+    return [
+        _tree_data(node.children)
+        if isinstance(node, RegionNode)
+        else {"keep": node.stage, "option": node.option}
+        if node.option
+        else node.stage
+        for node in tree
+    ]
 
 
 def _tree_in(reader: JsonReader, value: object, where: str) -> Tree:
@@ -230,7 +235,7 @@ class Choice:
             stored.
     """
 
-    tree: Tree = field(metadata=in_form(lambda tree: [_node_data(node) for node in tree], _tree_in))
+    tree: Tree = field(metadata={"json": JsonForm(_tree_data, _tree_in)})
     units: tuple[PlannedUnit, ...]
     calls: Calls
     held: tuple[HeldOperators, ...] = ()

@@ -23,11 +23,8 @@ _HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "w
 
 def text_of(plan: PlanData) -> str:
     """Return a plan as text."""
-    return "\n".join([*_summary(plan), "", *_rows(plan)])
-
-
-def _summary(plan: PlanData) -> list[str]:
-    return [f"{name:<10} {value} {note}".rstrip() for name, value, note in summary_rows(plan)]
+    summary = [f"{name:<10} {value} {note}".rstrip() for name, value, note in summary_rows(plan)]
+    return "\n".join([*summary, "", *_rows(plan)])
 
 
 def summary_rows(plan: PlanData) -> list[tuple[str, str, str]]:
@@ -141,9 +138,9 @@ def described(tree: Tree) -> list[str]:
 # ------------------------------------------------------------------------------------------------- the page and steps
 
 
-def phase_of(point: Point) -> Phase:
-    """Return the phase that runs at a point of a predicted step."""
-    return _FIRST_WORDS.get(point.what.partition(" ")[0], "forward")
+def _phase_of(what: str) -> Phase:
+    """Return the phase of a predicted step in which something runs."""
+    return _FIRST_WORDS.get(what.partition(" ")[0], "forward")
 
 
 def steps_of(plan: PlanData) -> tuple[Step, Step]:
@@ -210,7 +207,7 @@ def _moments(curve: Sequence[Point], said: dict[str, tuple[str, ...]]) -> tuple[
         CurvePoint(
             seconds=point.seconds,
             live_bytes=point.live_bytes,
-            phase=phase_of(point),
+            phase=_phase_of(point.what),
             says=(point.what, *said.get(_unit_of(point.what), ())),
             key=_unit_of(point.what),
         )
@@ -226,9 +223,8 @@ def _units(curve: Sequence[Point]) -> tuple[Slice, ...]:
 def _times(plan: PlanData) -> Iterator[tuple[Phase, str, float, float]]:
     """Yield each stretch of the planned step in which one unit runs: its phase, its name, from when to when."""
     for one in runs((point.seconds, point.what, "other", _unit_of(point.what)) for point in plan.curve):
-        first = one.name.partition(" ")[0]
         if one.key:
-            yield _FIRST_WORDS.get(first, "forward"), one.key, one.starts_s, one.ends_s
+            yield _phase_of(one.name), one.key, one.starts_s, one.ends_s
 
 
 def _regions(plan: PlanData) -> Iterator[Slice]:

@@ -18,7 +18,6 @@ from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.searches.storing import Storing
-from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import Candidate, rank_of_bytes
 
@@ -62,15 +61,6 @@ class TreeSearch(Protocol):
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
         ...
-
-
-def search_of(
-    pair: ProfilePair, options: PlanOptions, store_profiles: Sequence[StoreProfile], search_budget: SearchBudget
-) -> TreeSearch:
-    """Return the search for trees of a step: by its profile, or by runs if it takes gradients itself."""
-    if pair.blocks.runs is not None:
-        return RunSearch(pair, options, search_budget=search_budget)
-    return Search(pair, options, store_profiles, search_budget=search_budget)
 
 
 class Search:
