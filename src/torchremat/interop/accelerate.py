@@ -21,7 +21,7 @@ from torchremat.interop.budgets import Budgeted, fitted
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
 from torchremat.measuring.step import check_takes
-from torchremat.planning.plan_options import TRAINING, PlanKeywords, PlanOptions, takes
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 
 try:
     import accelerate
@@ -69,7 +69,7 @@ def prepare(
     budget: int | str,
     margin: int | str = 0,
     shapes: bool = False,
-    **options: Unpack[PlanKeywords],
+    **options: Unpack[TrainingKeywords],
 ) -> tuple[M, AcceleratedOptimizer]:
     """Return the result of `accelerator.prepare(model, optimizer)`, with a plan that a real step has confirmed.
 

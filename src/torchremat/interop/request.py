@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchremat._compat.collectives import is_distributed
 from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
-from torchremat.planning.plan_options import TRAINING, PlanKeywords, PlanOptions, takes
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.stepping import NO_STORES
 
@@ -89,7 +89,7 @@ class MemoryBudget:
 
     @takes(TRAINING)
     def __init__(
-        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[PlanKeywords]
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
     ) -> None:
         super().__init__()
         self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)

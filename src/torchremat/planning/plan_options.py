@@ -141,20 +141,25 @@ class PlanOptions:
         return cast("PlanKeywords", vars(self).copy())
 
 
-class PlanKeywords(TypedDict, total=False):
-    """The options as keywords, for type checkers: of these, a function takes those that `takes` names."""
+class TrainingKeywords(TypedDict, total=False):
+    """The options as keywords, for type checkers: those of a training whose loop makes the steps."""
+
+    cost: Cost
+    operators: bool
+    release_gradients: bool | Literal["auto"]
+    optimizer_store: Store | None
+    parameter_store: Store | None
+
+
+class PlanKeywords(TrainingKeywords, total=False):
+    """And all others; `takes` says which of them a function takes."""
 
     optimizer: torch.optim.Optimizer | None
     device: torch.device | str | Path | Device | None
-    cost: Cost
-    operators: bool
     stores: Sequence[Store]
     allow_lossy: bool
-    release_gradients: bool | Literal["auto"]
     accumulates: bool
     clip_value: float | None
-    optimizer_store: Store | None
-    parameter_store: Store | None
     on: Literal["meta"] | None
     group: Group
     progress: Callable[[Progress], None] | Literal[False] | None
@@ -164,12 +169,12 @@ class PlanKeywords(TypedDict, total=False):
 # changing shapes.
 PLANNING = tuple(one.name for one in fields(PlanOptions))
 FITTING = tuple(name for name in PLANNING if name != "on")
-TRAINING = ("cost", "operators", "release_gradients", "optimizer_store", "parameter_store")
+TRAINING = tuple(get_type_hints(TrainingKeywords))
 ADAPTING = ("optimizer", "device", "cost", "operators", "release_gradients", "accumulates", "group")
 
 
 def takes(names: Sequence[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a function with `**options: Unpack[PlanKeywords]` the signature that lists these, and let it take no others.
+    """Give a function with `**options: Unpack[...]` the signature that lists these, and let it take no others.
 
     `names` are the names of the options.
     """
