@@ -21,6 +21,7 @@ PACKAGE = SOURCE / "torchremat"
 LADDER = [
     "frames",
     "errors",
+    "json_data",
     "_compat",
     "ambient",
     "tensors",

@@ -50,7 +50,7 @@ def certified(make: Make, budgets: list[int], cost: str, rounds: int) -> list[di
 def certified_once(make: Make, budgets: list[int], cost: str) -> list[dict[str, object]]:
     planner = torchremat.Planner(*make(), cost=cost)
     before = planner.fixed_bytes
-    assert isinstance(planner.plain_step, PlainStep)  # which no plan for bytes runs
+    assert isinstance(planner.profiled.plain_step, PlainStep)  # which no plan for bytes runs
     plans = [planner.plan(before + size) for size in budgets if before + size >= planner.floor_bytes]
     return [
         {
@@ -68,7 +68,7 @@ def certified_once(make: Make, budgets: list[int], cost: str) -> list[dict[str, 
 
 def solver_seconds(blocks: int) -> dict[str, object]:
     planner = torchremat.Planner(*models.gpt_step(blocks=blocks, width=64, context=64, vocabulary=64), cost="seconds")
-    step, plain = planner.plain_step, planner.solver.plain.prediction.peak_bytes
+    step, plain = planner.profiled.plain_step, planner.solver.plain.prediction.peak_bytes
     seconds = {}
     for share in SHARES:
         start_s = time.process_time()

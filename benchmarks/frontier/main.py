@@ -185,7 +185,7 @@ def at_share(make: Make, plain: Taken, planner: torchremat.Planner) -> dict[str,
     budget = plain.before_bytes + int(SHARE * plain.step_bytes)
     if budget < planner.floor_bytes:
         return None
-    assert isinstance(planner.plain_step, PlainStep)  # which no plan for bytes runs
+    assert isinstance(planner.profiled.plain_step, PlainStep)  # which no plan for bytes runs
     plan = planner.plan(budget)
     differs = differing(computed(*with_plan(make, plan)), computed(*make()))
     certificate = None if plan.certificate is None else plan.certificate.claim

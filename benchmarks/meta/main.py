@@ -65,15 +65,15 @@ def compared(model, step) -> dict[str, object]:
         real.save_device(path)
         saved = Device.load(path)
     meta = Planner(model, step, cost="flops", on="meta", device=saved)
-    assert isinstance(real.plain_step, PlainStep)  # which no plan for bytes runs
+    assert isinstance(real.profiled.plain_step, PlainStep)  # which no plan for bytes runs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchremat.DeviceWarning)
         blind = Planner(model, step, cost="flops", on="meta", device=replace(saved, kernels={}))
     before = sum(real.plan(real.plain_peak()[0]).before_bytes.values())
-    plain, floor = real.peak_of(real.solver.plain), real.floor_bytes
+    plain, floor = real.profiled.peak_of(real.solver.plain), real.floor_bytes
     budgets = [floor + int(share * (plain - floor)) for share in SHARES]
     each = [(real.plan(budget), meta.plan(budget)) for budget in budgets]
-    own_bytes: Callable[[Planner], int] = lambda planner: planner.peak_of(planner.solver.plain) - before  # noqa: E731
+    own_bytes: Callable[[Planner], int] = lambda planner: planner.profiled.peak_of(planner.solver.plain) - before  # noqa: E731
     return {
         "plain_bytes": own_bytes(real),
         "floor_bytes": floor - before,

@@ -79,20 +79,20 @@ def planning_seconds(make: Make, cost: str, rounds: int) -> dict[str, object]:
 
 def planning_round(planner: torchremat.Planner, cost: str) -> dict[str, float]:
     """Time a first plan, the certificate of it, a later plan, and a frontier from the start."""
-    before, plain = planner.fixed_bytes, planner.peak_of(planner.solver.plain)
+    before, plain = planner.fixed_bytes, planner.profiled.peak_of(planner.solver.plain)
     pair = planner.solver.pair
     plans: list[torchremat.Plan] = []
 
     def anew() -> None:
-        planner.solver = Search(pair, PlanOptions(cost=cost))
+        planner.profiled.solver = Search(pair, PlanOptions(cost=cost))
 
     def plan(share: float) -> None:
         plans.append(planner.plan(max(planner.floor_bytes, before + int(share * (plain - before)))))
 
-    vars(planner).pop("_plain_step", None)
+    vars(planner.profiled).pop("_plain_step", None)
     seconds = {"operators": timed(anew)}
     # One more step under a log, which shows what backward reads: for the certificates of all plans.
-    seconds["logged step"] = timed(lambda: planner.plain_step)
+    seconds["logged step"] = timed(lambda: planner.profiled.plain_step)
     seconds["search"] = timed(lambda: plan(SHARES[0]))
     seconds["first plan"] = sum(seconds.values())
     seconds["certificate"] = timed(lambda: plans[0].certificate)

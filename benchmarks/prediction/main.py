@@ -39,7 +39,7 @@ def run(smoke: bool) -> dict[str, object]:
         rows = under_budgets(make, planner, budgets, values)
         found["models"][name] = {
             "plain": asdict(plain),
-            "plain_predicted_bytes": planner.peak_of(planner.solver.plain),
+            "plain_predicted_bytes": planner.profiled.peak_of(planner.solver.plain),
             "rows": rows,
         }
     found["bars"] = bars(found["models"])

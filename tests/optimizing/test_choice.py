@@ -248,9 +248,11 @@ def test_where_the_plain_floor_ends_gradients_are_released_and_below_that_state_
 def test_a_way_that_takes_longer_than_to_recompute_is_not_taken():
     model, optimizer, loss_of = made()
     planner = torchremat.Planner(model, loss_of, optimizer=optimizer, release_gradients="auto", optimizer_store=Disk())
-    lowest = planner.lowest_bytes  # of the plain way
+    lowest = planner.profiled.lowest_bytes  # of the plain way
 
-    vars(planner.placed)["stepping_seconds"] = SteppingSeconds(parts_s=1e6, moves_s=1.0, busy_s=1.0, state_bytes=0)
+    vars(planner.profiled.placed)["stepping_seconds"] = SteppingSeconds(
+        parts_s=1e6, moves_s=1.0, busy_s=1.0, state_bytes=0
+    )
     plan = planner.plan(lowest)
 
     assert str(plan.stepping) == "plain" and plan.recomputed_flops

@@ -80,7 +80,7 @@ def refused(match, error=StepError):
 def a_ring():
     planner = Planner(ring(), step)
 
-    assert planner.placed.peers.ranks == (0, 1)
+    assert planner.profiled.placed.peers.ranks == (0, 1)
     chosen = verified(planner.model, planner.plan("min"))
     assert chosen.recomputed_calls > 0
     assert chosen.processes == 2
@@ -90,7 +90,7 @@ def gradients_alone():
     # Nothing of it runs in the forward: it was seen in the watched step.
     planner = Planner(summing(), step)
 
-    assert planner.placed.peers.ranks == (0, 1)
+    assert planner.profiled.placed.peers.ranks == (0, 1)
     assert verified(planner.model, planner.plan("min")).recomputed_calls > 0
 
 
@@ -292,7 +292,7 @@ def who_shares_no_group_but_is_connected_plans_together():
 
     planner = Planner(nn.Sequential(*(After(block, exchange) for block in blocks)), step)
 
-    assert planner.placed.peers.ranks == (0, 1, 2, 3)
+    assert planner.profiled.placed.peers.ranks == (0, 1, 2, 3)
     assert verified(planner.model, planner.plan("min")).recomputed_calls > 0
 
 
@@ -301,7 +301,7 @@ def two_rings_plan_apart():
     rank = dist.get_rank()
     planner = Planner(summing(halves[rank // 2]), step)
 
-    assert planner.placed.peers.ranks == ((0, 1), (2, 3))[rank // 2]
+    assert planner.profiled.placed.peers.ranks == ((0, 1), (2, 3))[rank // 2]
 
 
 CASES = {

@@ -34,7 +34,7 @@ def planner():
 @pytest.fixture(scope="module")
 def step_bytes(planner):
     """What a plain step takes beside what lies there."""
-    return planner.peak_of(planner.solver.plain) - planner.fixed_bytes
+    return planner.profiled.peak_of(planner.solver.plain) - planner.fixed_bytes
 
 
 def seen(step, model, cost="flops", profile=None, accumulates=None):
@@ -92,7 +92,7 @@ def test_what_kernels_take_for_themselves_lies_there_too():
     # that of a budget larger by 4 of its 105 MiB.
     model, step = models.unet_step(batch=2, size=16, width=8)
     planner = torchremat.Planner(model, step, cost="flops")
-    found, peak = planner.plain_step, planner.plain_peak()[0] - planner.fixed_bytes
+    found, peak = planner.profiled.plain_step, planner.plain_peak()[0] - planner.fixed_bytes
     size = [value.size_bytes for value in found.flow.values]
 
     last = {value: place for place, pull in enumerate(found.pulls) for value in pull.reads}
@@ -108,7 +108,7 @@ def test_seconds_are_those_of_the_profile():
     # Plans and bounds once came from two measurements, and their gap was now 2% and now 5% of a step.
     model, step = tiny()
     planner = torchremat.Planner(model, step, cost="seconds")
-    profile, costs = planner.profile, [one.cost for one in planner.plain_step.flow.operators]
+    profile, costs = planner.profile, [one.cost for one in planner.profiled.plain_step.flow.operators]
 
     for unit, own in enumerate(profile.costs):
         operators, (_, ends) = profile.units.operators(unit), profile.reached[unit]
@@ -251,7 +251,7 @@ def test_a_plan_is_near_the_bound(share, accumulates, gap):
     found = plan.certificate
 
     assert found.cost == plan.recomputed_flops
-    assert found.step_cost == planner.plain_step.flops
+    assert found.step_cost == planner.profiled.plain_step.flops
     assert 0 <= found.bound_all <= found.cost and 0 <= found.bound_persistent <= found.cost
     assert 0 <= found.gap <= gap
     if share == 0.4:
@@ -260,7 +260,7 @@ def test_a_plan_is_near_the_bound(share, accumulates, gap):
 
 def test_the_bound_holds_for_every_plan(planner, step_bytes):
     # No plan for less, however it was found, costs less than the bound of a larger budget.
-    step = planner.plain_step
+    step = planner.profiled.plain_step
     bounds = {share: lower_bound(step.flow, step.pulls, int(share * step_bytes)) for share in (0.9, 0.6, 0.4)}
 
     for solver in planner.solver.solvers:
@@ -273,7 +273,7 @@ def test_the_bound_holds_for_every_plan(planner, step_bytes):
 def test_a_plan_in_parts_has_the_bound_of_all_schedules():
     # Where only recomputes in parts fit, it was "at most 0.0% above the best of nested regions", and there are none.
     planner = torchremat.Planner(*models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32), cost="flops")
-    dividing, step = planner.solver.dividing, planner.plain_step
+    dividing, step = planner.solver.dividing, planner.profiled.plain_step
     plan = planner.plan("min")
 
     found = plan.certificate
@@ -307,7 +307,7 @@ def test_a_certificate_is_printed_and_kept(planner, tmp_path):
 
 def test_what_is_not_known_is_said(monkeypatch):
     planner = torchremat.Planner(*tiny(blocks=2), cost="flops")
-    monkeypatch.setattr(planner._machine, "free_bytes", lambda: 0)
+    monkeypatch.setattr(planner.profiled.placed.machine, "free_bytes", lambda: 0)
     found = planner.plan("80%").certificate
 
     assert found.bound_all is None and found.gap is None
@@ -319,7 +319,7 @@ def test_what_is_not_known_is_said(monkeypatch):
 def test_a_plan_for_bytes_runs_no_plain_step_that_needs_more():
     model, step = tiny()
     planner = torchremat.Planner(model, step, cost="flops")
-    budget, runs = (planner.peak_of(planner.solver.plain) + planner.floor_bytes) // 2, planner.subject.runs
+    budget, runs = (planner.profiled.peak_of(planner.solver.plain) + planner.floor_bytes) // 2, planner.subject.runs
 
     found = planner.plan(budget).certificate
 

@@ -36,7 +36,7 @@ def planned():
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.0])
 def test_the_budget_holds_for_the_batch_planned_for(planned, share):
     model, planner = planned
-    rise = planner.peak_of(planner.solver.plain) - planner.floor_bytes
+    rise = planner.profiled.peak_of(planner.solver.plain) - planner.floor_bytes
     plan = planner.plan(planner.floor_bytes + int(share * rise))
     expected = outcome(model, step(0))
 
@@ -58,7 +58,7 @@ def test_the_budget_holds_for_the_batch_planned_for(planned, share):
 @pytest.mark.parametrize("seed", [1, 2, None])
 def test_on_any_batch_the_gradients_are_equal(planned, seed):
     model, planner = planned
-    plain = planner.peak_of(planner.solver.plain)
+    plain = planner.profiled.peak_of(planner.solver.plain)
     expected = outcome(model, step(seed))
 
     for limit in (planner.floor_bytes, (planner.floor_bytes + plain) // 2):
@@ -93,7 +93,7 @@ def test_experts_without_tokens_may_be_left_out(monkeypatch):
     model = mixtures.Mixture(CONFIG)
     planner = Planner(model, step(0), cost="flops")
     expected = outcome(model, step(None))
-    plan = planner.plan((planner.floor_bytes + planner.peak_of(planner.solver.plain)) // 2)
+    plan = planner.plan((planner.floor_bytes + planner.profiled.peak_of(planner.solver.plain)) // 2)
     plan.apply(model)
 
     with pytest.warns(OrderWarning, match=r"Gradients stay exact"):

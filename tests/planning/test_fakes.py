@@ -43,7 +43,7 @@ class Pair:
     meta: torchremat.Planner
 
     def budget(self, share):
-        floor, plain = self.real.floor_bytes, self.real.peak_of(self.real.solver.plain)
+        floor, plain = self.real.floor_bytes, self.real.profiled.peak_of(self.real.solver.plain)
         return floor + int(share * (plain - floor))
 
 
@@ -91,7 +91,7 @@ def test_what_an_lstm_saves_beside_its_results_is_counted_where_it_was_measured(
 def test_bytes_are_those_of_a_real_profile(pair, name):
     both = pair(name)
 
-    assert both.meta.peak_of(both.meta.solver.plain) == both.real.peak_of(both.real.solver.plain)
+    assert both.meta.profiled.peak_of(both.meta.solver.plain) == both.real.profiled.peak_of(both.real.solver.plain)
     assert both.meta.floor_bytes == both.real.floor_bytes
     assert both.meta.fixed_bytes == both.real.fixed_bytes
     assert both.meta.optimizer_peak_bytes == both.real.optimizer_peak_bytes
@@ -139,7 +139,7 @@ def bytes_of(option):
 def test_a_bound_over_all_schedules_needs_no_run(pair, name):
     both = pair(name)
 
-    assert both.meta.plain_step == both.real.plain_step
+    assert both.meta.profiled.plain_step == both.real.profiled.plain_step
     ours, theirs = (planner.plan(both.budget(0.1)).certificate for planner in (both.meta, both.real))
     assert (ours.bound_all, ours.bound_persistent) == (theirs.bound_all, theirs.bound_persistent)
     assert ours.bound_all is not None
@@ -170,7 +170,7 @@ def test_what_the_executor_takes_is_described(pair):
     meta, x = pair("gpt").meta, torch.randn(32, 16)
     slow = dataclasses.replace(device_of("h100"), overheads=Overheads(region_s=1.0, collected_s=1e-3, replayed_s=1e-3))
 
-    assert meta.profile.overheads == meta._machine.description.overheads
+    assert meta.profile.overheads == meta.profiled.placed.machine.description.overheads
     plans = [planned(tiny(), lambda model: model(x).sum(), budget="95%", device=one) for one in (slow, "h100")]
     assert plans[0].recompute_seconds > 1 > plans[1].recompute_seconds > 0
 
@@ -179,7 +179,7 @@ def test_seconds_are_those_of_the_measured_kernels(pair):
     # A recompute of two thirds of the kernels takes a part of the step, whatever the clock says.
     profile = pair("gpt").meta.profile
 
-    measured = pair("gpt").meta._machine.description.kernels
+    measured = pair("gpt").meta.profiled.placed.machine.description.kernels
     assert profile.seconds > sum(kernel.seconds for kernel in measured.values()) / 10
     assert 0 < profile.forward_seconds < profile.seconds
     assert all(cost.seconds > 0 for cost in profile.costs)

@@ -115,7 +115,7 @@ def test_plans_fit_what_they_are_given(share):
 
     planner = Planner(model, step, cost="flops")
     plain_bytes, _ = planner.plain_peak()
-    assert planner.peak_of(planner.solver.plain) == plain_bytes
+    assert planner.profiled.peak_of(planner.solver.plain) == plain_bytes
     planned = planner.plan(planner.floor_bytes + int(share * (plain_bytes - planner.floor_bytes)))
     planned.apply(model)
     found = verify(model, step)

@@ -227,7 +227,7 @@ def test_a_model_with_loops_is_planned_around_them(options):
         *("blocks.0", "encoders.0.before", "encoders.0.after", "blocks.1"),
         *("encoders.1.before", "encoders.1.after", "blocks.2"),
     ]
-    assert planner.peak_of(planner.solver.plain) == planner.plain_peak()[0]
+    assert planner.profiled.peak_of(planner.solver.plain) == planner.plain_peak()[0]
     for budget in (planner.floor_bytes, (planner.floor_bytes + planner.plain_peak()[0]) // 2):
         made = planner.plan(budget)
         made.apply(model)

@@ -33,7 +33,7 @@ def test_from_the_plain_step_to_the_floor(planner, frontier):
     flops = [point.recomputed_flops for point in frontier.points]
 
     assert peaks == sorted(set(peaks), reverse=True) and flops == sorted(flops)
-    assert peaks[0] == planner.peak_of(planner.solver.plain) == frontier.points[0].budget_bytes
+    assert peaks[0] == planner.profiled.peak_of(planner.solver.plain) == frontier.points[0].budget_bytes
     assert frontier.points[-1].budget_bytes == planner.floor_bytes
     assert (flops[0], frontier.points[0].slowdown) == (0, 1.0)
     assert 4 <= len(peaks) <= 8

@@ -345,4 +345,4 @@ def test_a_percentage_is_of_the_plain_peak_also_while_a_plan_is_applied():
     planner = Planner(model, step)
     planner.plan(planner.floor_bytes).apply(model)
 
-    assert planner.plan("100%").budget_bytes == planner.peak_of(planner.solver.plain)
+    assert planner.plan("100%").budget_bytes == planner.profiled.peak_of(planner.solver.plain)

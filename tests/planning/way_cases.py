@@ -156,7 +156,7 @@ def choices(model, step=step, **options):
     optimizer = AdamW(model.parameters())
     planner = Planner(model, step, optimizer=optimizer, release_gradients="auto", **options)
     least, most = planner.floor_bytes, planner.plan("100%").peak_bytes
-    plans = [planner.plan(size) for size in (most, (least + most) // 2, planner.lowest_bytes - 1, least)]
+    plans = [planner.plan(size) for size in (most, (least + most) // 2, planner.profiled.lowest_bytes - 1, least)]
     first, second = everywhere((plans, planner.floor_bytes))
     assert first == second
     assert plans[0].stepping != plans[-1].stepping

@@ -33,7 +33,7 @@ from torchremat.planning.profiles.step_seconds import SteppingSeconds
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.watching import UnitObserver, every_unit, halves
 from torchremat.planning.results.descriptions import held_of, plan_of
-from torchremat.planning.results.printing import described
+from torchremat.planning.results.plan_views import described
 from torchremat.planning.roots import fitted
 from torchremat.planning.searches import options
 from torchremat.planning.searches.cuts import cut_options

@@ -82,7 +82,7 @@ def test_every_tree(name):
     plain, *found = shares(planner.solver, sums=plainly, ahead=True)
     differences, is_within = set(), True
     for share in found:
-        plan = plan_of(planner, share.candidate, 0, "0")
+        plan = plan_of(planner.profiled, share.candidate, 0, "0")
         plan.apply(module)
         ahead, backward = measured(module, ALL)
         # The gradient may come at any time, and what was not reached by then is recomputed in the backward.

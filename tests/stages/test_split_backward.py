@@ -120,7 +120,7 @@ def test_every_tree(name):
 
     differences = set()
     for share in found[:: max(1, len(found) // 16)]:
-        plan = plan_of(planner, share.candidate, 0, "0")
+        plan = plan_of(planner.profiled, share.candidate, 0, "0")
         plan.apply(module)
         figures = measured(module, drops=name != "tied")
         plan.remove(module)
@@ -139,7 +139,7 @@ def test_every_tree_ahead(name):
 
     differences, is_within = set(), True
     for share in found[:: max(1, len(found) // 16)]:
-        plan = plan_of(planner, share.candidate, 0, "0")
+        plan = plan_of(planner.profiled, share.candidate, 0, "0")
         plan.apply(module)
         figures = [measured(module, drops=name != "tied", ahead=ahead) for ahead in (False, True)]
         plan.remove(module)

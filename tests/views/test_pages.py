@@ -167,7 +167,7 @@ def test_plans_and_measurements_are_traces(found, name, tmp_path):
 
 
 def test_regions_and_recomputes_of_a_plan_are_slices(found):
-    from torchremat.planning.results.plan_page import steps_of
+    from torchremat.planning.results.plan_views import steps_of
 
     _, planned = steps_of(found["plan"])
     kinds = {one.kind for one in planned.slices if one.row == "region"}
@@ -183,7 +183,7 @@ def test_regions_and_recomputes_of_a_plan_are_slices(found):
 def test_what_waits_in_a_store_is_a_slice():
     x = torch.randn(512, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
-    from torchremat.planning.results.plan_page import steps_of
+    from torchremat.planning.results.plan_views import steps_of
     from torchremat.planning.simulator.offload_choices import StoredUnit
 
     plan = torchremat.plan(model, lambda model: model(x).square().mean(), budget="100%", cost="flops")

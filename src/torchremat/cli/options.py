@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Unpack, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import typer
@@ -23,7 +23,7 @@ from torchremat.errors import first_of
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import checked_bytes, relative_of
 from torchremat.planning.devices.device import device_of, is_described
-from torchremat.planning.plan_options import PlanOptions, SearchKeywords
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.optimizers import step_alone
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.chains import Cost
@@ -215,7 +215,9 @@ def options_of(
     optimizer_store: str | None,
     parameter_store: str | None,
     accumulates: bool,
-    **search: Unpack[SearchKeywords],
+    *,
+    cost: Cost,
+    operators: bool,
 ) -> PlanOptions:
     """Return the options of a plan; their errors are reported before a model is made.
 
@@ -232,7 +234,8 @@ def options_of(
         parameter_store=step_store_of(parameter_store, "--parameter-store"),
         accumulates=accumulates,
         progress=progress,
-        **search,
+        cost=cost,
+        operators=operators,
     )
 
 

@@ -21,7 +21,7 @@ from torchremat.interop.budgets import Budgeted, fitted
 from torchremat.interop.request import BudgetRequest, Words
 from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
 from torchremat.measuring.step import check_takes
-from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 
 try:
     import accelerate
@@ -59,7 +59,7 @@ class _Shaped:
 _shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
 
 
-@takes(TrainingKeywords)
+@takes(TRAINING)
 def prepare(
     accelerator: accelerate.Accelerator,
     model: M,

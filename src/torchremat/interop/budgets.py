@@ -214,7 +214,8 @@ class Budgeted:
             release_gradients=request.options.release_gradients is True,
             accumulates=self._accumulates,
             group=request.options.group,
-            **request.options.search_keywords,
+            cost=request.options.cost,
+            operators=request.options.operators,
         )
 
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:

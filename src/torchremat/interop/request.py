@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchremat._compat.collectives import is_distributed
 from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.planning.budgets import check_budget, relative_of
-from torchremat.planning.plan_options import PlanOptions, TrainingKeywords, takes
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.stepping import NO_STORES
 
@@ -87,7 +87,7 @@ class BudgetRequest:
 class MemoryBudget:
     """The base class of the callbacks of this name: they are made from the user's options, as is `BudgetRequest`."""
 
-    @takes(TrainingKeywords)
+    @takes(TRAINING)
     def __init__(
         self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
     ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchremat.json_data import data_of, fields_of, text_of
 from torchremat.measuring.freeing import Freed, freed
 from torchremat.measuring.measurement import OUTSIDE
 from torchremat.measuring.saved_data import DerivedStorage, KeptStorage, Kind, Need, Saved
@@ -171,16 +171,16 @@ class SavedReport(Viewed):
             "by_line": self.by_line(),
             "by_dtype": self.by_dtype(),
             "by_need": dict(self.by_need()),
-            "entries": [_listed(asdict(one)) for one in self.entries],
-            "storages": [_listed(asdict(one)) for one in self.storages.values()],
-            "copies": [asdict(one) for one in self.copies],
-            "blocks": [{"name": name, **asdict(self.freed_by(blocks=[name]))} for name in self.blocks],
-            "policies": [{"policy": name, **asdict(one)} for name, one in self.freed_by_policies().items()],
+            "entries": data_of(self.entries),
+            "storages": data_of([*self.storages.values()]),
+            "copies": data_of(self.copies),
+            "blocks": [{"name": name, **fields_of(self.freed_by(blocks=[name]))} for name in self.blocks],
+            "policies": [{"policy": name, **fields_of(one)} for name, one in self.freed_by_policies().items()],
         }
 
     def save(self, path: str | Path) -> None:
         """Write `as_dict()` into a file, as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        Path(path).write_text(text_of(self.as_dict()))
 
     def text(self, top: int = 10) -> str:
         """Return the report with the `top` largest storages, modules and operators; `print(report)` shows 10."""
@@ -213,10 +213,6 @@ class SavedReport(Viewed):
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _listed(found: dict[str, object]) -> dict[str, object]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 
 def _summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:

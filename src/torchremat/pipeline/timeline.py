@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
 
 from torchremat.errors import ScheduleError
+from torchremat.json_data import JsonForm, JsonReader, data_of, fields_of
 from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
 from torchremat.pipeline.gantt import draw
 from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind, Order
@@ -20,7 +20,17 @@ _COLUMNS: dict[str, tuple[Kind, ...]] = {
     "backward": ("backward", "input", "weight"),
     "copies": ("copy",),
 }
-_FIELDS = tuple(field.name for field in fields(PipelineEvent))
+
+
+def _rows(events: tuple[PipelineEvent, ...]) -> object:
+    """Return events as lists of their fields' values."""
+    return [[*fields_of(event).values()] for event in events]
+
+
+def _events(reader: JsonReader, value: object, where: str) -> tuple[PipelineEvent, ...]:
+    names = [one.name for one in fields(PipelineEvent)]
+    rows = [([item for item, _ in reader.items(row, place)], place) for row, place in reader.items(value, where)]
+    return tuple(reader.read(dict(zip(names, row, strict=True)), PipelineEvent, place) for row, place in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class Timeline:
         ScheduleError: An event belongs to no existing stage, or the workers do not have each stage once.
     """
 
-    events: tuple[PipelineEvent, ...]
+    events: tuple[PipelineEvent, ...] = field(metadata={"json": JsonForm(_rows, _events)})
     stages: int
     workers: tuple[tuple[int, ...], ...] = ()
     predicted: Timeline | None = None
@@ -121,7 +131,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """Return the timeline as text, which one process can send to another."""
-        return json.dumps(_written(self))
+        return json.dumps(data_of(self))
 
     @staticmethod
     def from_json(text: str) -> Timeline:
@@ -131,8 +141,8 @@ class Timeline:
             ScheduleError: The text is not a timeline.
         """
         try:
-            return _read(json.loads(text))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return JsonReader("a timeline", is_complete=True).read(json.loads(text), Timeline, "timeline")
+        except (ValueError, RecursionError) as error:
             raise ScheduleError(f"this text is not a timeline: {type(error).__name__}: {error}") from error
 
     def __str__(self) -> str:
@@ -178,25 +188,3 @@ def _sum(seconds: Mapping[Kind, float], kinds: Iterable[Kind]) -> float:
 
 def _cell(own: str, other: str | None) -> str:
     return own if other is None else f"{own} ({other})"
-
-
-def _written(timeline: Timeline) -> dict[str, object]:
-    return {
-        "stages": timeline.stages,
-        "workers": timeline.workers,
-        "events": [[getattr(event, name) for name in _FIELDS] for event in timeline.events],
-        "predicted": None if timeline.predicted is None else _written(timeline.predicted),
-    }
-
-
-def _read(content: Mapping[str, object]) -> Timeline:
-    predicted = cast("Mapping[str, object] | None", content["predicted"])
-    return Timeline(
-        stages=cast("int", content["stages"]),
-        workers=tuple(tuple(stages) for stages in cast("list[list[int]]", content["workers"])),
-        events=tuple(
-            PipelineEvent(**dict(zip(_FIELDS, values, strict=True)))
-            for values in cast("list[list[Any]]", content["events"])
-        ),
-        predicted=None if predicted is None else _read(predicted),
-    )

@@ -140,58 +140,49 @@ class PlanOptions:
         """The options by name, for a function that takes them as keywords."""
         return cast("PlanKeywords", vars(self).copy())
 
-    @property
-    def search_keywords(self) -> SearchKeywords:
-        """The options of the search by name."""
-        return SearchKeywords(cost=self.cost, operators=self.operators)
 
-
-class SearchKeywords(TypedDict, total=False):
-    """Options of the search for a plan; see `PlanOptions`, here and below."""
+class TrainingKeywords(TypedDict, total=False):
+    """The options as keywords, for type checkers: those of a training whose loop makes the steps."""
 
     cost: Cost
     operators: bool
-
-
-class TrainingKeywords(SearchKeywords, total=False):
-    """Also options of the optimizer's step."""
-
     release_gradients: bool | Literal["auto"]
     optimizer_store: Store | None
     parameter_store: Store | None
 
 
-class StepKeywords(TrainingKeywords, total=False):
-    """Also options of a step."""
+class PlanKeywords(TrainingKeywords, total=False):
+    """And all others; `takes` says which of them a function takes."""
 
     optimizer: torch.optim.Optimizer | None
-    accumulates: bool
-    clip_value: float | None
+    device: torch.device | str | Path | Device | None
     stores: Sequence[Store]
     allow_lossy: bool
+    accumulates: bool
+    clip_value: float | None
+    on: Literal["meta"] | None
     group: Group
     progress: Callable[[Progress], None] | Literal[False] | None
 
 
-class FitKeywords(StepKeywords, total=False):
-    """Options of a step that runs here."""
-
-    device: torch.device | str | None
-
-
-class PlanKeywords(StepKeywords, total=False):
-    """Options of a step that may be planned without running it."""
-
-    device: torch.device | str | Path | Device | None
-    on: Literal["meta"] | None
+# The names of the options of a plan; of a step that runs here; of a training whose loop makes the steps; of plans for
+# changing shapes.
+PLANNING = tuple(one.name for one in fields(PlanOptions))
+FITTING = tuple(name for name in PLANNING if name != "on")
+TRAINING = tuple(get_type_hints(TrainingKeywords))
+ADAPTING = ("optimizer", "device", "cost", "operators", "release_gradients", "accumulates", "group")
 
 
-def takes(keywords: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a function with `**options: Unpack[keywords]` the signature that lists them, and let it take no others."""
-    defaults = {one.name: cast("object", one.default) for one in fields(PlanOptions)}
+def takes(names: Sequence[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a function with `**options: Unpack[...]` the signature that lists these, and let it take no others.
+
+    `names` are the names of the options.
+    """
+    kinds = get_type_hints(PlanOptions)
     listed = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
-        for name, kind in get_type_hints(keywords).items()
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
+        for one in fields(PlanOptions)
+        if one.name in names
     ]
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

@@ -22,11 +22,12 @@ from torchremat.planning.devices.calibration import device_here
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import bare
 from torchremat.planning.placed_step import PlacedStep
-from torchremat.planning.plan_options import PlanKeywords, PlanOptions, takes
+from torchremat.planning.plan_options import PLANNING, PlanKeywords, PlanOptions, takes
 from torchremat.planning.profiled_step import SOLVING_SHARE, ProfiledStep, Solution, check_request
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.results.descriptions import nothing_fits, plan_of, with_own
+from torchremat.planning.results.descriptions import nothing_fits, plan_of
 from torchremat.planning.results.frontiers import POINTS, Frontier, check_points, frontier_of
+from torchremat.planning.results.plan_data import PlainSource, with_given
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.storing import LEAST_GAIN
 from torchremat.planning.stepping import Stepping
@@ -62,7 +63,7 @@ class BudgetGiven:
         return f"{self.budget}{margin}"
 
 
-class Planner(ProfiledStep):
+class Planner:
     """Makes plans for one model and step, any number of them from one profile.
 
     Args:
@@ -73,9 +74,12 @@ class Planner(ProfiledStep):
         options: The fields of `PlanOptions`. Progress is not shown by default.
 
     Attributes:
-        profile: Bytes and seconds of each unit of the step, the basis of plans; its fields may change without notice.
+        profiled: The step, profiled in the first way of stepping; its fields may change without notice.
+        profile: Bytes and seconds of each unit of the step, the basis of plans; its fields may change too.
         solver: The search for trees of the profile; its fields may change too.
         subject: The step with everything that it touches.
+        model: The model.
+        options: The options.
 
     Raises:
         StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.
@@ -85,7 +89,7 @@ class Planner(ProfiledStep):
     """
 
     @without_our_frames
-    @takes(PlanKeywords)
+    @takes(PLANNING)
     def __init__(
         self, model: nn.Module, step: Step, *, within: int | str | None = None, **options: Unpack[PlanKeywords]
     ) -> None:
@@ -94,7 +98,7 @@ class Planner(ProfiledStep):
         self._ways = list(placed.options.ways_of_stepping)
         while True:
             try:
-                super().__init__(placed, self._ways[0])
+                self.profiled = ProfiledStep(placed, self._ways[0])
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or len(self._ways) == 1:
@@ -103,7 +107,10 @@ class Planner(ProfiledStep):
             # A profile takes less memory than any plan that keeps something, so no plan in this way would fit.
             del self._ways[0]
             free_unused()
-        self._others: dict[Stepping, ProfiledStep] = {}
+        self._profiles = {self._ways[0]: self.profiled}
+        self._placed, self._peers = placed, placed.peers
+        self.model, self.subject, self.options = model, placed.subject, placed.options
+        self.profile, self.solver = self.profiled.profile, self.profiled.solver
 
     def save_device(self, path: str | Path) -> None:
         """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
@@ -117,12 +124,13 @@ class Planner(ProfiledStep):
         Raises:
             DeviceError: The planner itself plans for an absent device.
         """
-        if not isinstance(self._machine, Here):
+        machine = self._placed.machine
+        if not isinstance(machine, Here):
             raise DeviceError(
-                f"{self.device} is not on this machine, so it cannot be measured. Make a planner where it is."
+                f"{machine.name} is not on this machine, so it cannot be measured. Make a planner where it is."
             )
         with bare(self.model), heap_set_aside():
-            device_here(self.subject, self._machine.device).save(path)
+            device_here(self.subject, machine.device).save(path)
 
     @without_our_frames
     def plan(self, budget: int | str, *, margin: int | str = 0, tighten_bytes: int = 0) -> Plan:
@@ -136,14 +144,14 @@ class Planner(ProfiledStep):
         Raises:
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
-        self.placed.begin()
+        self._placed.begin()
         own = BudgetGiven(budget=budget, margin_bytes=margin_of(margin), tighten_bytes=tighten_bytes)
         solutions: dict[Stepping, Solution] = {}
         with self._peers.together():
             given = list(dict.fromkeys(self._peers.all(lambda: own)))
             sizes = {one: self._bytes_of(one) for one in given}
             tightest = min(sizes, key=lambda one: sizes[one] - one.reserved_bytes)
-            with self.placed.within(None if tightest.relative else sizes[tightest]):
+            with self._placed.within(None if tightest.relative else sizes[tightest]):
                 chosen = self._cheapest(sizes[tightest] - tightest.reserved_bytes, solutions)
                 found = solutions.get(chosen.stepping)
                 made = chosen.for_all(lambda: self._planned(chosen, found, sizes[tightest], tightest))
@@ -153,10 +161,10 @@ class Planner(ProfiledStep):
                 f"for the tightest of them, {format_bytes(made.budget_bytes)}.",
                 BudgetWarning,
             )
-        return with_own(made, self.options)
+        return with_given(made, self.options)
 
     def _planned(self, chosen: ProfiledStep, found: Solution | None, size: int, given: BudgetGiven) -> Plan:
-        known, budget = (self, *self._others.values()), str(given.budget)
+        known, budget = tuple(self._profiles.values()), str(given.budget)
         with heap_set_aside():
             if found is None:
                 lowest = min(known, key=lambda one: one.lowest_bytes)
@@ -175,13 +183,13 @@ class Planner(ProfiledStep):
             solutions[way] = found
             return found.cost
 
-        chosen, least = self, math.inf
+        chosen, least = self.profiled, math.inf
         for way in self._ways:
             if not self._may_be_cheaper(way, least):
                 break
             own = self._in(way)
             _ = own.added_s  # which all processes measure
-            cost = self.by_one(sought)
+            cost = self.profiled.by_one(sought)
             if cost + self._least_gain < least:
                 chosen, least = own, cost
         return chosen
@@ -192,7 +200,7 @@ class Planner(ProfiledStep):
         if cost <= self._least_gain:
             return False  # the seconds of ways need not be known
         backward_s = self.profile.seconds - self.profile.forward_seconds
-        return self.placed.added_s(way, backward_s) + self._least_gain < cost
+        return self._placed.added_s(way, backward_s) + self._least_gain < cost
 
     @property
     def _least_gain(self) -> float:
@@ -200,35 +208,51 @@ class Planner(ProfiledStep):
 
     def _in(self, way: Stepping) -> ProfiledStep:
         """Return the profile in a way of stepping, in all processes."""
-        if way == self.stepping:
-            return self
-        if way not in self._others:
-            self._others[way] = ProfiledStep(self.placed, way, self)
-        return self._others[way]
+        if way not in self._profiles:
+            self._profiles[way] = ProfiledStep(self._placed, way, self.profiled)
+        return self._profiles[way]
 
     @property
     def floor_bytes(self) -> int:
         """The smallest budget for which a plan exists, with a little room for errors of the prediction."""
         ways = [self._in(way) for way in self._ways]
-        return self.by_one(lambda: min(one.lowest_bytes for one in ways))
+        return self.profiled.by_one(lambda: min(one.lowest_bytes for one in ways))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Live bytes before every step except the first: they include the optimizer's state.
+
+        Of parameters that wait in a store they include the most that are in memory at once.
+        """
+        return self.profiled.fixed_bytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int | None:
+        """The peak of `optimizer.step()`, or None without an optimizer."""
+        return self.profiled.optimizer_peak_bytes
+
+    def plain_peak(self) -> tuple[int, PlainSource]:
+        """Return the peak of a plain training step, measured if it fits, else predicted."""
+        return self.profiled.plain_peak()
 
     def _bytes_of(self, given: BudgetGiven) -> int:
         """Return a budget in bytes; reserved bytes come on top of the smallest."""
         if given.relative is None:
-            return max(self._peers.all(lambda: self.bytes_of(given.budget)))
+            return max(self._peers.all(lambda: self.profiled.bytes_of(given.budget)))
 
         def smallest() -> int:
-            found = [self.by_one(partial(_smallest_bytes, self._in(way))) for way in self._ways]
+            found = [self.profiled.by_one(partial(_smallest_bytes, self._in(way))) for way in self._ways]
             return min(found) + given.reserved_bytes
 
         plain_bytes, _ = self.plain_peak()
-        return given.relative.bytes(plain_bytes=plain_bytes, before_bytes=self.plain_fixed_bytes, smallest=smallest)
+        before_bytes = self.profiled.plain_fixed_bytes
+        return given.relative.bytes(plain_bytes=plain_bytes, before_bytes=before_bytes, smallest=smallest)
 
     @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return peak and time of a step under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
-        self.placed.begin()
+        self._placed.begin()
         with self._peers.together():
             return frontier_of([self._in(way) for way in self._ways], points)
 
@@ -248,7 +272,7 @@ def planner_shown(
 
 
 @without_our_frames
-@takes(PlanKeywords)
+@takes(PLANNING)
 def plan(
     model: nn.Module, step: Step, *, budget: int | str, margin: int | str = 0, **options: Unpack[PlanKeywords]
 ) -> Plan:
@@ -282,7 +306,7 @@ def plan(
 
 
 @without_our_frames
-@takes(PlanKeywords)
+@takes(PLANNING)
 def frontier(model: nn.Module, step: Step, *, points: int = POINTS, **options: Unpack[PlanKeywords]) -> Frontier:
     """Return peak and time of a step under the best plan for each budget, from the plain step to the lowest peak.
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
-from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +32,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.run_profile import not_by_runs
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.results.plan_data import PlainSource
-from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.search import Search, TreeSearch
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.prediction import Candidate
@@ -57,7 +56,7 @@ class ProfiledStep:
     Args:
         placed: The step where it runs.
         stepping: The way.
-        reference: The profile in the first way, which knows the plain step; None if this is the first.
+        first: The profile in the first way, which knows the plain step; None if this is the first.
 
     Attributes:
         placed: The step where it runs.
@@ -74,12 +73,12 @@ class ProfiledStep:
         self,
         placed: PlacedStep,
         stepping: Stepping = PLAIN_STEPPING,
-        reference: ProfiledStep | None = None,
+        first: ProfiledStep | None = None,
     ) -> None:
         self.placed, self.stepping = placed, stepping
         self.model, self.options, self.subject = placed.model, placed.options, placed.subject
         self._machine, self._peers = placed.machine, placed.peers
-        self._reference = None if reference is None else ref(reference)  # which has this
+        self._first = first
         self._plain: tuple[int, PlainSource] | None = None
         search_budget = SearchBudget(observer=self.options.progress or None)
         search_budget.tell("profiling", None)
@@ -93,7 +92,7 @@ class ProfiledStep:
                 self.options.in_words,
                 allows=placed.allows,
             )
-            pair, self._leader = agreed.pair, agreed.largest if reference is None else reference._leader
+            pair, self._leader = agreed.pair, agreed.largest if first is None else first._leader
             stores = self.options.stores
             if stores and pair.blocks.runs is not None:
                 raise not_by_runs(
@@ -109,12 +108,11 @@ class ProfiledStep:
             if own.runs is not None and own.runs.runner is not None:
                 own.runs.runner.let(self._profiled_state)
         with placed.profiling():
-            if self.profile.runs is None:
-                self.solver: Search | RunSearch = Search(
-                    pair, self.options, store_profiles, search_budget=search_budget
-                )
-            else:
-                self.solver = RunSearch(pair, self.options, search_budget=search_budget)
+            self.solver: TreeSearch = (
+                Search(pair, self.options, store_profiles, search_budget=search_budget)
+                if self.profile.runs is None
+                else RunSearch(pair, self.options, search_budget=search_budget)
+            )
 
     @contextmanager
     def _profiled_state(self) -> Generator[None]:
@@ -267,8 +265,7 @@ class ProfiledStep:
     @property
     def plain_profile(self) -> ProfiledStep:
         """The profile that shows the plain step: the one in the first way."""
-        first = None if self._reference is None else self._reference()
-        return first or self
+        return self._first or self
 
     def for_all(self, made: Callable[[], T]) -> T:
         """Return in each process that trains the model the result made by the process with the largest step.

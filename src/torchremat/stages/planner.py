@@ -30,7 +30,6 @@ from torchremat.planning.results.descriptions import plan_of
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.planning.searches.search import Search
-from torchremat.planning.searches.trials import RunSearch
 from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
@@ -156,7 +155,7 @@ class _Planned:
 
     def _search(self, stage: int) -> Search:
         found = self._planners[stage].solver
-        if isinstance(found, RunSearch):
+        if not isinstance(found, Search):
             raise not_by_runs("A stage of a pipeline does not run alone: take gradients outside of the pipeline.")
         return found
 
@@ -237,7 +236,7 @@ class _Planned:
         prediction = share.candidate.prediction
         return StagePlan(
             stage=stage,
-            plan=None if share is plain else plan_of(planner, share.candidate, size, str(size)),
+            plan=None if share is plain else plan_of(planner.profiled, share.candidate, size, str(size)),
             in_flight=self.site.in_flight[stage],
             kept_bytes=share.kept_bytes,
             plain_kept_bytes=plain.kept_bytes,

@@ -11,12 +11,13 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, cast
 
 from torchremat.errors import DeviceError
+from torchremat.json_data import fields_of, text_of
 from torchremat.planning.devices.overheads import NOMINAL, Overheads
 
 _FORMAT = "torchremat device"
@@ -104,14 +105,11 @@ class Device:
         Raises:
             OSError: The file cannot be written.
         """
-        content: dict[str, object] = {"format": _FORMAT, "version": _VERSION, **vars(self)}
-        content["flops"] = dict(self.flops)
-        content["overheads"] = asdict(self.overheads)
-        content["kernels"] = {
+        kernels = {
             name: [kernel.seconds, kernel.workspace_bytes, *kernel.storage_bytes]
             for name, kernel in sorted(self.kernels.items())
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        Path(path).write_text(text_of({"format": _FORMAT, "version": _VERSION, **fields_of(self), "kernels": kernels}))
 
     @staticmethod
     def load(path: str | Path) -> Device:

@@ -127,11 +127,10 @@ class Tightening:
 
     def _peak_of_failed(self, planner: Planner) -> int:
         """Return the peak of the failed attempt as the planner counts it: for this batch, without an optimizer."""
-        plan = self._applied.plan
+        plan, plain_bytes = self._applied.plan, planner.profiled.peak_of(planner.solver.plain)
         if plan is None:
-            return planner.peak_of(planner.solver.plain)
-        rise = plan.step_peak_bytes - sum(plan.before_bytes.values())
-        return min(planner.fixed_bytes + rise, planner.peak_of(planner.solver.plain))
+            return plain_bytes
+        return min(planner.fixed_bytes + plan.step_peak_bytes - sum(plan.before_bytes.values()), plain_bytes)
 
 
 def _first_line(error: Exception) -> str:

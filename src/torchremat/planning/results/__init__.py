@@ -1,11 +1,9 @@
 """Plans and frontiers: what planning returns.
 
-plan_data.py     a plan as data
-plans.py         its verbs and views
-files.py         its file
+plan_data.py     a plan as data, and its file
+plans.py         its verbs
+plan_views.py    a plan as text, as a page and as steps over time
 descriptions.py  a candidate as a plan
-printing.py      a plan as text
-plan_page.py     a plan as a page
 frontiers.py     peak against time over all budgets
 staircases.py    a picture of that
 """

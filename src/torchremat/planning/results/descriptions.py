@@ -15,17 +15,15 @@ from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import optimizer_alone, shares_that_work
 from torchremat.planning.exactness.not_replayable import told
 from torchremat.planning.layout import HeldOperators, calls_of
-from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiled_step import ProfiledStep, Solution
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
 from torchremat.planning.results.plan_data import Choice, Forecast, PlannedUnit, Point, Provenance
-from torchremat.planning.results.plans import Plan, claimed
+from torchremat.planning.results.plans import Plan
 from torchremat.planning.searches.flows import runs_of
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, chosen_options, live_bytes, over_bytes, walk_of
-from torchremat.planning.stepping import GivenOptimizer
 from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.regions.forwards import forward_of_class
 from torchremat.schedules.chain import RegionNode, Tree, kept
@@ -162,7 +160,7 @@ def plan_of(
     )
     forecast = _forecast(profiled, found, (profiled, *beside))
     parts = _choice(profiled, found), forecast, _provenance(profiled, found, size, budget)
-    return claimed(Plan(**{name: value for part in parts for name, value in vars(part).items()}), claim)
+    return Plan(**{name: value for part in parts for name, value in vars(part).items()}, claim=claim)
 
 
 def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
@@ -177,16 +175,6 @@ def _choice(profiled: ProfiledStep, found: Candidate) -> Choice:
         unlike=dict(own.units.unlike),
         stepping=profiled.stepping,
     )
-
-
-def with_own(plan: Plan, options: PlanOptions) -> Plan:
-    """Return the plan with the optimizer and the stores of this process, for `apply`."""
-    object.__setattr__(plan, "given_stores", tuple(options.stores))
-    if options.optimizer is not None:
-        object.__setattr__(plan, "given_optimizer", GivenOptimizer(options.optimizer))
-        object.__setattr__(plan, "given_optimizer_store", options.optimizer_store)
-        object.__setattr__(plan, "given_parameter_store", options.parameter_store)
-    return plan
 
 
 def _forecast(profiled: ProfiledStep, found: Candidate, known: Sequence[ProfiledStep]) -> Forecast:

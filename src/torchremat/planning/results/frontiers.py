@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from torchremat.errors import BudgetError, UnsupportedError
+from torchremat.json_data import text_of
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.profiled_step import ProfiledStep, Solution
-from torchremat.planning.results.descriptions import plan_of, with_own
+from torchremat.planning.results.descriptions import plan_of
+from torchremat.planning.results.plan_data import with_given
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.results.staircases import Staircase, draw, knee_of
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.search import Search
+from torchremat.planning.searches.search import TreeSearch
 from torchremat.planning.searches.search_budget import TIME_IS_OVER
-from torchremat.planning.searches.trials import RunSearch
 from torchremat.planning.simulator.prediction import Candidate
 from torchremat.planning.stepping import PLAIN_STEPPING, Stepping
 from torchremat.tensors.sizes import format_bytes, format_flops
@@ -165,7 +165,7 @@ class Frontier(Viewed):
             return plan_of(profiled, self._solutions[place].candidate, size, name, beside=self._ways)
 
         with profiled.placed.within(limit_bytes):
-            return with_own(profiled.for_all(planned), profiled.options)
+            return with_given(profiled.for_all(planned), profiled.options)
 
     def _bytes_of(self, budget: Relative) -> int:
         first = self._ways[0]
@@ -184,8 +184,7 @@ class Frontier(Viewed):
         Raises:
             OSError: The file cannot be written.
         """
-        content = {"device": self.device, "cost": self.cost, "points": [asdict(point) for point in self.points]}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        Path(path).write_text(text_of({"device": self.device, "cost": self.cost, "points": self.points}))
 
     def plot(self, path: str | Path) -> None:
         """Draw peak against time into an image file, with floor and knee; the extension selects the format.
@@ -247,7 +246,7 @@ def frontier_of(ways: Sequence[ProfiledStep], points: int) -> Frontier:
     )
 
 
-def _sought(search: Search | RunSearch, points: int) -> list[Candidate]:
+def _sought(search: TreeSearch, points: int) -> list[Candidate]:
     with heap_set_aside(), search.search_budget.running():
         with search.search_budget.part(0.0, _FLOOR_SHARE):
             lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes

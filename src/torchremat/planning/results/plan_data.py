@@ -1,26 +1,37 @@
 """A plan as data: what is done with each unit, what a step is predicted to need, and what both were made from.
 
 The three are the bases of `Plan` instead of attributes of it, so that files and `dataclasses.replace` have one level.
+A file is the data as JSON under a versioned schema: readable, diffable, and loaded without executing anything.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
+from torchremat.errors import PlanError, ScheduleError
+from torchremat.json_data import UNWRITTEN, JsonForm, JsonReader, fields_of, text_of
 from torchremat.measuring.store_speeds import Speed
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.layout import Calls, HeldOperators
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.simulator.offload_choices import StoredUnit
 from torchremat.planning.stepping import PLAIN_STEPPING, GivenOptimizer, Stepping
 from torchremat.planning.training.conditions import Conditions, InputSizes
 from torchremat.regions.offload_schedule import Transfer
-from torchremat.schedules.chain import Tree
+from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept
 from torchremat.tensors.handles import Store
 
 PlainSource = Literal["measured", "predicted"]
+
+P = TypeVar("P", bound="PlanData")
+
+SCHEMA = "torchremat.plan"
+VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +135,7 @@ class PlannedUnit:
     seconds: float
     flops: int
     exchanges: Literal["", "once", "again"] = ""
-    line: str = field(default="", compare=False, metadata={"written": False})
+    line: str = field(default="", compare=False, metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,20 +175,49 @@ class Provenance:
     inputs: InputSizes
     stores: tuple[str, ...] = ()
     speeds: tuple[Speed, ...] = ()
-    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
+    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     optimizer_store: str = ""
-    given_optimizer_store: Store | None = field(default=None, compare=False, repr=False, metadata={"written": False})
+    given_optimizer_store: Store | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
     parameter_store: str = ""
-    given_parameter_store: Store | None = field(default=None, compare=False, repr=False, metadata={"written": False})
+    given_parameter_store: Store | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
     given_optimizer: GivenOptimizer = field(
-        default_factory=GivenOptimizer, compare=False, repr=False, metadata={"written": False}
+        default_factory=GivenOptimizer, compare=False, repr=False, metadata=UNWRITTEN
     )
     ran_out: bool = field(default=False, compare=False)
     conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
     planning_seconds: float = field(default=0.0, compare=False)
     planning_steps: int = field(default=0, compare=False)
     processes: int = 1
-    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
+
+
+def _tree_data(tree: Tree) -> list[object]:
+    """Return a tree as JSON types: a kept unit is its number, a region the list of its children."""
+    return [
+        _tree_data(node.children)
+        if isinstance(node, RegionNode)
+        else {"keep": node.stage, "option": node.option}
+        if node.option
+        else node.stage
+        for node in tree
+    ]
+
+
+def _tree_in(reader: JsonReader, value: object, where: str) -> Tree:
+    return tuple(_node_in(reader, item, place) for item, place in reader.items(value, where))
+
+
+def _node_in(reader: JsonReader, value: object, where: str) -> Node:
+    match value:
+        case list():
+            try:
+                return RegionNode(_tree_in(reader, cast("list[object]", value), where))
+            except ScheduleError as error:
+                raise ValueError(f"{where}: {error}.") from error
+        case {"keep": stage, "option": option, **others} if not others:
+            return KeepNode(reader.read(stage, int, where), reader.read(option, int, where))
+        case _:
+            return KeepNode(reader.read(value, int, where))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +235,7 @@ class Choice:
             stored.
     """
 
-    tree: Tree
+    tree: Tree = field(metadata={"json": JsonForm(_tree_data, _tree_in)})
     units: tuple[PlannedUnit, ...]
     calls: Calls
     held: tuple[HeldOperators, ...] = ()
@@ -228,8 +268,11 @@ class PlanData(Choice, Forecast, Provenance):
     """
 
     certified: Certificate | None = field(default=None, compare=False)
-    # Of this plan only: `dataclasses.replace` does not copy it. See `claimed`.
-    _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
+    claim: InitVar[Claim | None] = None  # of this plan only: `dataclasses.replace` does not copy it
+    _claim: Claim | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self, claim: Claim | None) -> None:
+        object.__setattr__(self, "_claim", claim)
 
     @property
     def is_of_stored(self) -> bool:
@@ -240,3 +283,89 @@ class PlanData(Choice, Forecast, Provenance):
     def certificate(self) -> Certificate | None:
         """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
         return self._claim() if self.certified is None and self._claim is not None else self.certified
+
+
+def with_given(plan: P, options: PlanOptions) -> P:
+    """Return the plan with the optimizer and the stores of this process, for `apply`."""
+    return replace(
+        plan,
+        claim=plan._claim,
+        given_stores=tuple(options.stores),
+        given_optimizer=GivenOptimizer(options.optimizer),
+        given_optimizer_store=options.optimizer_store,
+        given_parameter_store=options.parameter_store,
+    )
+
+
+def file_of(plan: PlanData) -> str:
+    """Return the text of a plan's file."""
+    return text_of({"schema": SCHEMA, "version": VERSION, **fields_of(plan)})
+
+
+def plan_in(text: str, kind: type[P], *, source: str) -> P:
+    """Return the plan in a JSON text.
+
+    Raises:
+        PlanError: It is no JSON, no plan, of a newer version, or has a field that is missing, unknown or of another
+        type.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{source}: not a plan, it is not JSON ({error}).") from error
+    except RecursionError:
+        raise PlanError(f"{source}: not a plan, it is nested too deeply.") from None
+    if not isinstance(content, dict) or cast("dict[str, object]", content).get("schema") != SCHEMA:
+        raise PlanError(f'{source}: not a plan, "schema" is not "{SCHEMA}".')
+    values = dict(cast("dict[str, object]", content))
+    version = values.pop("version", None)
+    values.pop("schema")
+    if type(version) is not int or version < 1:
+        raise PlanError(f'{source}: "version" is {version!r}, expected a number from 1 to {VERSION}.')
+    if version > VERSION:
+        raise PlanError(
+            f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer "
+            "torchremat, or plan again."
+        )
+    try:
+        plan = JsonReader("a plan").read(values, kind, source)
+        problem = next(_problems(plan), "")
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    except RecursionError:
+        raise PlanError(f"{source}: not a plan, its tree is nested too deeply.") from None
+    if problem:
+        raise PlanError(f"{source}: {problem}")
+    return plan
+
+
+def _problems(plan: PlanData) -> Iterator[str]:
+    """Yield what a plan contradicts itself in."""
+    calls, units, tree = plan.calls.units, len(plan.units), plan.tree
+    found = [keep.stage for keep in kept(tree)]
+    if found != list(range(units)) or len(calls) != units:
+        yield f"the tree covers the units {found}, the plan has {units}, with calls for {len(calls)}."
+    parts = sorted(unit for one in plan.held for unit in one.units)
+    chosen = [keep.stage for keep in kept(tree) if keep.option]
+    inside = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
+    nested = [unit for unit in inside if any(one.held and unit in one.units for one in plan.held)]
+    if nested:
+        yield f"the tree keeps the units {nested} in part inside of regions, which is not possible."
+    if parts != chosen:
+        yield f"the tree keeps the units {chosen} in part, and `held` is for the units {parts}."
+    uncut = [one.cuts for one in plan.held if one.cuts != tuple(sorted({*one.cuts} - {0}))]
+    if uncut:
+        yield f"`cuts` are no rising numbers above 0: {uncut[0]}."
+    missing = [one.held for one in plan.held if max(one.held, default=-1) >= len(one.operators)]
+    if missing:
+        yield f"`held` has numbers of operators that do not exist: {missing[0]}."
+    last = max((max(one.unit, one.leaves_after, one.comes_before) for one in plan.stored), default=0)
+    if last >= units or any(one.store >= len(plan.stores) for one in plan.stored):
+        yield "`stored` names stores or units that do not exist."
+    if plan.speeds and len(plan.speeds) != len(plan.stores):
+        yield f"there are {len(plan.stores)} stores, and the speeds of {len(plan.speeds)}."
+    empty = [unit for unit, made in enumerate(calls) if not made]
+    if empty:
+        yield f"the units {empty} have no calls."
+    if not plan.calls.roots:
+        yield "`calls` has no roots, and without one nothing is recomputed."

@@ -12,16 +12,14 @@ from torch import nn
 
 from torchremat._compat.collectives import is_distributed
 from torchremat.errors import PlanError, check_flags
+from torchremat.json_data import digest_of
 from torchremat.measuring.communication import known_groups
 from torchremat.measuring.curves import draw
 from torchremat.optimizing.module_runs import keeps_in_store
-from torchremat.planning.bounds.certificates import Claim
 from torchremat.planning.layout import Application, check_bare, install, modules_under, put_on, uninstall, unmet_modules
 from torchremat.planning.peers.peers import Group, Peers, check_group, peers_of
-from torchremat.planning.results.files import digest_of, from_json, to_json
-from torchremat.planning.results.plan_data import PlanData
-from torchremat.planning.results.plan_page import page_of, steps_of
-from torchremat.planning.results.printing import text_of
+from torchremat.planning.results.plan_data import PlanData, file_of, plan_in
+from torchremat.planning.results.plan_views import page_of, steps_of, text_of
 from torchremat.planning.stepping import PLAIN_STEPPING, SteppingHandles, StepStores, optimizer_for
 from torchremat.planning.store_profiles import check_step_stores, check_stores
 from torchremat.planning.training.checks import CountedBytes, checks_on
@@ -265,7 +263,7 @@ class Plan(PlanData, ViewedOverTime):
         Raises:
             OSError: The file cannot be written.
         """
-        Path(path).write_text(to_json(replace(self, certified=self.certificate)))
+        Path(path).write_text(file_of(replace(self, certified=self.certificate)))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -278,7 +276,7 @@ class Plan(PlanData, ViewedOverTime):
             text = Path(path).read_text()
         except (OSError, ValueError) as error:  # no text, or no name of a file
             raise PlanError(f"{path}: cannot be read as a plan: {error}.") from error
-        return from_json(text, Plan, source=str(path))
+        return plan_in(text, Plan, source=str(path))
 
     def plot(self, path: str | Path) -> None:
         """Draw the predicted step, plain and planned side by side, into an image file; its extension sets the format.
@@ -321,9 +319,3 @@ class Plan(PlanData, ViewedOverTime):
 
     def __str__(self) -> str:
         return text_of(self)
-
-
-def claimed(plan: Plan, claim: Claim | None) -> Plan:
-    """Return the plan with the claim that its certificate is computed from."""
-    object.__setattr__(plan, "_claim", claim)
-    return plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profile_pair import ProfilePair
@@ -32,6 +33,38 @@ _OPTIONS_SHARE = 0.3
 _STORING_SHARE = 0.5
 
 
+class TreeSearch(Protocol):
+    """Finds trees under any limit.
+
+    Attributes:
+        cost_unit: What is minimised.
+        search_budget: The time limit.
+        store_profiles: The stores where saved tensors may wait.
+        pair: The profiles.
+        spare_share: The share by which the budget "min" is above the lowest peak.
+    """
+
+    cost_unit: Cost
+    search_budget: SearchBudget
+    store_profiles: Sequence[StoreProfile]
+    pair: ProfilePair
+    spare_share: float
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        ...
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        ...
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        ...
+
+
 class Search:
     """Finds trees under any limit, with whole units and with some of them split.
 
@@ -44,7 +77,6 @@ class Search:
     units, one more search is over whole steps.
     """
 
-    # The share by which the budget "min" is above the lowest peak.
     spare_share = 0.0
 
     def __init__(
@@ -88,7 +120,7 @@ class Search:
         """The profile with the options of units that are recomputed in parts, if there may be any."""
         return self.pair if self.dividing is None else replace(self.pair, blocks=self.dividing.profile)
 
-    @property
+    @cached_property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
         return self.blocks.plain

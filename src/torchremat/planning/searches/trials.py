@@ -74,22 +74,15 @@ class _RunUnits:
 
 
 class RunSearch:
-    """Finds trees under any limit, by runs of the step. As `Search`, for a step that takes gradients itself.
+    """Finds trees under any limit, by runs of the step: a `TreeSearch` for a step that takes gradients itself."""
 
-    Attributes:
-        cost_unit: What is minimised.
-        search_budget: The time limit.
-        store_profiles: None: such a plan stores nothing.
-        pair: The profiles.
-    """
-
-    # As `Search.spare_share`: the last percent takes regions in regions, and up to twice the time.
+    # The last percent takes regions in regions, and up to twice the time.
     spare_share = 0.02
 
     def __init__(self, pair: ProfilePair, options: PlanOptions, *, search_budget: SearchBudget) -> None:
         self.cost_unit: Cost = options.cost
         self.search_budget = search_budget
-        self.store_profiles: Sequence[StoreProfile] = ()
+        self.store_profiles: Sequence[StoreProfile] = ()  # such a plan stores nothing
         self.pair = pair
 
     @cached_property

@@ -34,13 +34,14 @@ from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.module_runs import keeps_in_store
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
+from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.exactness.replayability import Repeats
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.parameter_bytes import parameter_bytes
 from torchremat.planning.peers.agreement import profiled_together
-from torchremat.planning.peers.peers import Group, peers_of
-from torchremat.planning.plan_options import PlanOptions, SearchKeywords, takes
+from torchremat.planning.peers.peers import peers_of
+from torchremat.planning.plan_options import ADAPTING, PlanKeywords, PlanOptions, takes
 from torchremat.planning.searches.trials import with_ladder
 from torchremat.planning.shapes.batches import Look, look_of, step_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape
@@ -67,20 +68,17 @@ class Adaptive(Generic[B]):
         model: The model.
         step: Called as `step(model, batch)`; runs the forward and returns the loss.
         budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
-        optimizer: See `PlanOptions`.
-        device: See `PlanOptions`.
-        release_gradients: Whether the gradients are released in each backward, from now on and until this is closed;
-            see `torchremat.release_gradients`. A call is one step of `optimizer` then.
-        accumulates: Whether calls begin with the gradients of calls before them, so that all plans count these.
         margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
             budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
             the plan with the lowest peak.
         shape: Returns the sizes of a batch. Without it these are the sizes of all tensors in it.
         classes: Number of plans to keep, each for a class of shapes.
-        group: See `PlanOptions`. Processes that communicate call this together, each with its own batch: the plan is
-            the one for the largest sizes of any.
-        options: `cost` and `operators`; see `PlanOptions`.
+        options: `optimizer`, `device`, `cost`, `operators`, `release_gradients`, `accumulates` and `group`; see
+            `PlanOptions`. With `release_gradients=True` gradients are released in each backward until this is closed,
+            and a call is one step of `optimizer`. With `accumulates=True` calls begin with the gradients of calls
+            before them, so that all plans count these. Processes of a group call this together, each with its own
+            batch: the plan is the one for the largest sizes of any.
 
     Attributes:
         budget_bytes: The budget.
@@ -98,34 +96,31 @@ class Adaptive(Generic[B]):
             `release_gradients`.
     """
 
-    @takes(SearchKeywords)
+    @takes(ADAPTING)
     def __init__(
         self,
         model: nn.Module,
         step: Callable[[nn.Module, B], object],
         *,
         budget: int | str,
-        optimizer: torch.optim.Optimizer | None = None,
-        device: torch.device | str | None = None,
-        release_gradients: bool = False,
-        accumulates: bool = False,
         margin: int | str = 0,
         over: Over = "raise",
         shape: Callable[[B], tuple[int, ...]] | None = None,
         classes: int = 256,
-        group: Group = "step",
-        **options: Unpack[SearchKeywords],
+        **options: Unpack[PlanKeywords],
     ) -> None:
         if not callable(step):
             raise StepError(
                 f"step: expected a function that is called as `step(model, batch)`, got {type(step).__name__}."
             )
         check_takes(step, "step(model, batch)", model, None)
-        self._device = subject_of(step_of(step), model, optimizer, needs_model=True).device(device)
+        self._options = checked = PlanOptions(**options)
+        optimizer, releases = checked.optimizer, checked.release_gradients
+        subject = subject_of(step_of(step), model, optimizer, needs_model=True)
+        self._device = subject.device(torch_device(checked.device))
         if relative_of(budget) is not None:
             raise BudgetError(f"budget={budget!r} differs from shape to shape; give the budget in bytes.")
-        self._options = PlanOptions(group=group, accumulates=accumulates, **options)
-        check_flags(release_gradients=release_gradients, accumulates=accumulates)
+        check_flags(release_gradients=releases)
         if over not in ("raise", "warn"):
             raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
@@ -139,15 +134,13 @@ class Adaptive(Generic[B]):
         check_budget(budget, self._device, margin=margin)
         self.budget_bytes = bytes_of(budget, self._device)
         limit_bytes = self.budget_bytes - margin_of(margin)
-        self._peers = peers_of(known_groups([model], ()), group, "adapting")
+        self._peers = peers_of(known_groups([model], ()), checked.group, "adapting")
         self._model = model
         self._step = step
         self._optimizer = optimizer
-        self._accumulates = accumulates
+        self._accumulates = checked.accumulates
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
-        self._words = (
-            f"{self._options.in_words}, over={over!r}, classes={classes}, release_gradients={release_gradients}"
-        )
+        self._words = f"{checked.in_words}, over={over!r}, classes={classes}"
         self._decisions = Decisions(
             budget=str(budget),
             budget_bytes=self.budget_bytes,
@@ -164,7 +157,7 @@ class Adaptive(Generic[B]):
         self.step_seconds = 0.0
         self.learned = 0
         self._handles: SteppingHandles | None = None
-        if release_gradients:
+        if releases:
             way = Stepping(releases=True)
             check_ways([way], model, optimizer)
             self._handles = SteppingHandles(model, cast("torch.optim.Optimizer", optimizer), way)

@@ -12,7 +12,7 @@ from torchremat.measuring.observers import observe_allocations
 from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.plan_options import FitKeywords, PlanOptions, takes
+from torchremat.planning.plan_options import FITTING, PlanKeywords, PlanOptions, takes
 from torchremat.planning.planner import Planner, planner_shown
 from torchremat.planning.profiled_step import check_request
 from torchremat.planning.profiles.optimizers import state_made
@@ -41,8 +41,8 @@ class Fitted:
 
 
 @without_our_frames
-@takes(FitKeywords)
-def fit(model: M, step: Step, *, budget: int | str, margin: int | str = 0, **options: Unpack[FitKeywords]) -> M:
+@takes(FITTING)
+def fit(model: M, step: Step, *, budget: int | str, margin: int | str = 0, **options: Unpack[PlanKeywords]) -> M:
     """Return the model with a plan applied under which one real step was within the budget.
 
     If that step is above the budget by any byte, the plan is tightened by as much and tried again, three times.
@@ -72,7 +72,7 @@ def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: i
     """Apply a plan of an existing planner, see `fit`, and return the result."""
     subject = planner.subject  # its writes are known
     device = planner.profile.device
-    margin_bytes, peers = margin_of(margin), planner.placed.peers
+    margin_bytes, peers = margin_of(margin), planner.profiled.placed.peers
     over = attempt = 0
     while True:
         attempt += 1
