@@ -82,7 +82,7 @@ def test_a_scaler_that_is_off_and_one_of_another_model_work():
 
 def test_the_classes_are_as_before_when_nothing_is_released(monkeypatch):
     monkeypatch.setattr(scaled_losses, "_watching", set())  # other tests may have left some
-    monkeypatch.setattr(scaled_losses, "_had", [])
+    monkeypatch.setattr(scaled_losses, "_patches", {})
     scale = GradScaler.scale
     first, second = net(), net()
     optimizers = adamw(first), adamw(second)

@@ -32,6 +32,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
 from torchremat.errors import PipelineError, StepError
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
@@ -280,7 +281,6 @@ def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[
     def called(_: nn.Module, args: object) -> None:
         calls[0] += 1
 
-    mode = pipe.checkpoint
     with ExitStack() as stack:
         stack.enter_context(untouched(pipe))
         for stage, module in enumerate(pipe.partitions):
@@ -288,8 +288,7 @@ def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[
         if pipe.partitions:
             stack.callback(pipe.partitions[-1].register_forward_hook(left).remove)
         stack.callback(pipe.register_forward_pre_hook(called).remove)
-        stack.callback(setattr, pipe, "checkpoint", mode)
-        pipe.checkpoint = "always"
+        stack.enter_context(overridden([pipe], checkpoint="always"))
         abandon([loss_of(step(pipe))])
     if calls[0] != 1:
         raise StepError(f"the step calls the pipe {calls[0]} times; to plan its stages it has to call it once.")

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
 from torchremat._compat.pipelining import (
     LOSS,
     TorchStage,
@@ -38,7 +39,6 @@ from torchremat.errors import StepError
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
-from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.doors import unwrap, wrap
 from torchremat.schedules.pipelines import Action
@@ -171,7 +171,7 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Stag
             stack.callback(stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove)
             stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
         if own is not None:
-            stack.callback(Patch(schedule, LOSS, loss).undo)
+            stack.enter_context(overridden([schedule], **{LOSS: loss}))
         step(schedule)
     missing = [stage.stage_index for stage in stages if stage.stage_index not in seen]
     if missing:

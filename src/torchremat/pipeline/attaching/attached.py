@@ -17,11 +17,11 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
+from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, name_of, stages_of
 from torchremat._compat.sharding import is_managed, is_sharded
 from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
-from torchremat.pipeline.attaching.patches import Original, Patch, undo_all
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
@@ -127,7 +127,11 @@ class Attached:
         Raises:
             UnsupportedError: Other code has replaced an attribute of the schedule since; nothing is undone then.
         """
-        undo_all(self._patches)
+        problems = [problem for patch in self._patches if (problem := patch.problem()) is not None]
+        if problems:
+            raise UnsupportedError(f"cannot detach: {'; '.join(problems)}. Undo that first.")
+        while self._patches:
+            self._patches.pop().undo()
         self.close()
 
     def __enter__(self) -> Attached:
