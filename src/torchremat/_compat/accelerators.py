@@ -30,6 +30,10 @@ class CpuStream:
 
     device = torch.device("cpu")
 
+    def wait_event(self, event: torch.Event) -> None:
+        """Wait until an event of a device has fired."""
+        event.synchronize()
+
     def __repr__(self) -> str:
         return "CPU_STREAM"
 
@@ -363,6 +367,26 @@ def taken_bytes(memory: UntypedStorage) -> int:
     """Return the device bytes that a storage takes: its size, rounded up as the allocator does."""
     block_bytes = accelerator_of(memory.device).block_bytes
     return -(-memory.nbytes() // block_bytes) * block_bytes
+
+
+def current_stream(device: torch.device) -> Stream:
+    """Return the stream of a device on which the caller works."""
+    return accelerator_of(device).current_stream(device)
+
+
+def use_stream(stream: Stream | None) -> AbstractContextManager[object]:
+    """Return a block in which a stream, and its device, are the current ones; those that are if there is none."""
+    return nullcontext() if stream is None else accelerator_of(stream.device).on(stream)
+
+
+def wait_stream(waiting: Stream, awaited: Stream) -> None:
+    """Let one stream wait for the current work of another; a CPU blocks, and a device need not wait for a CPU."""
+    if isinstance(awaited, CpuStream):
+        return
+    if isinstance(waiting, CpuStream):
+        awaited.synchronize()
+    else:
+        waiting.wait_stream(awaited)
 
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:

@@ -24,6 +24,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchremat._compat.accelerators import use_stream
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import without_wrappers
@@ -31,7 +32,7 @@ from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, set_hooks
 from torchremat.optimizing.parameter_checks import check_around, check_model
-from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
+from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.stores.base import check_store, land, settle
@@ -162,7 +163,7 @@ class ParameterOffload:
                 if one.nbytes >= self._min_bytes and can_leave(one):
                     self._watch(one)
                     stream = self._uses.stream_of(one)
-                    with on(stream):  # which has written it, and may reuse its memory
+                    with use_stream(stream):  # which has written it, and may reuse its memory
                         gone = [] if self._uses.forbid(one) else put_away(one, self.store, self)
                     left += [Leaving(handle, values, stream) for handle, values in gone]
                     if gone:

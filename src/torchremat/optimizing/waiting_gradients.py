@@ -19,16 +19,15 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.accelerators import Stream, current_stream, use_stream, wait_stream
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
-from torchremat.stores.transfers import current_stream
 
 # Of the bytes of all parameters. A plan counts what may wait, so it is as small as what a plan promises is exact.
 _SHARE = 1000
 
 
 # The backward, the device and its stream.
-_Place = tuple[int, torch.device, torch.Stream | None]
+_Place = tuple[int, torch.device, Stream | None]
 
 
 @dataclass(slots=True)
@@ -82,13 +81,11 @@ class WaitingGradients:
         if step is None:
             return
         for (_, device, stream), part in parts.items():
-            if stream is None:
-                step(part.parameters)
-                continue
             # As in the backward, so that gradients are freed on the stream of their memory.
-            with accelerator_of(device).on(stream):
+            with use_stream(stream):
                 step(part.parameters)
-            current_stream(device).wait_stream(stream)
+            if stream is not None:
+                wait_stream(current_stream(device), stream)
 
     def forget(self) -> None:
         """Forget what waits since a backward has failed: its gradients are in `.grad`, as without this library."""

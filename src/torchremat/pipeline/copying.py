@@ -14,35 +14,14 @@ Tensors that do not require grad take the same way outside the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of, record_stream
+from torchremat._compat.accelerators import CpuStream, Stream, current_stream, record_stream, use_stream, wait_stream
 from torchremat.pipeline.dependency import Passing, passed, replaced, with_grad
-
-
-def current_stream(device: torch.device) -> Stream:
-    """Return the stream that the caller uses."""
-    return accelerator_of(device).current_stream(device)
-
-
-def use_stream(stream: Stream) -> AbstractContextManager[object]:
-    """Let a stream, and its device, be the current ones."""
-    return accelerator_of(stream.device).on(stream)
-
-
-def wait_stream(waiting: Stream, awaited: Stream) -> None:
-    """Let one stream wait for the current work of another; a CPU blocks, and a device need not wait for a CPU."""
-    if isinstance(awaited, CpuStream):
-        return
-    if isinstance(waiting, CpuStream):
-        awaited.synchronize()
-    else:
-        waiting.wait_stream(awaited)
 
 
 def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:
