@@ -28,7 +28,7 @@ from torchremat import (
     codecs,
     guard,
 )
-from torchremat.interop.request import MemoryBudget
+from torchremat.interop.training import MemoryBudget
 from torchremat.policies import save_smaller_than
 from torchremat.stores.base import land
 

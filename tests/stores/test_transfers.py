@@ -51,7 +51,7 @@ class Pretended:
         self.log, self.events = [], []
         self.names = iter(["out", "in"])
         self.current = Stream(self, "current")
-        for module in ("_compat.accelerators", "stores.transfers"):
+        for module in ("_compat.streams", "stores.transfers"):
             monkeypatch.setattr(f"torchremat.{module}.accelerator_of", lambda _: self)
         monkeypatch.setattr(
             "torchremat.stores.transfers.record_stream",

@@ -26,11 +26,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
+from torchremat._compat.data_parallel import is_data_parallel
+from torchremat._compat.sharding import (
+    adds_gradients_up,
+    reducing,
+    unreduced_gradients_again,
+    unreduced_gradients_aside,
+)
 from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug, warn
-from torchremat.interop.accumulating import as_the_last
-from torchremat.interop.request import BudgetRequest, say
-from torchremat.interop.training import Training, advised, check_releases, check_steps_alone
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.interop.training import BudgetRequest, Training, advised, check_releases, check_steps_alone, say
+from torchremat.measuring.runs import Subject, run_traced, subject_of
+from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
@@ -341,3 +348,30 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
         before.put_back()
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def as_the_last(subject: Subject) -> Generator[None]:
+    """Make each run of a step in the block like the last of the steps whose gradients the framework accumulates.
+
+    Only in that one the framework reduces gradients over processes. It is the largest, so the plan is for it, whichever
+    step comes first: the accumulated gradients of the earlier steps are in memory, and so is the memory that reduces
+    them.
+
+        DistributedDataParallel    `.grad`, as in one process; the last step fills buckets, which count in any case
+        FSDP2                      whole gradients, not only this process's shard: they exist once a step has run
+
+    Raises:
+        StepError: The step returns no loss.
+    """
+    modules = [module for model in subject.models for module in model.modules()]
+    with overridden(filter(is_data_parallel, modules), require_backward_grad_sync=True):
+        if not adds_gradients_up(modules):
+            yield
+            return
+        with subject.untouched():
+            run_backward(subject.forward())
+            put_there = unreduced_gradients_again(modules)
+        with unreduced_gradients_aside(modules), reducing(modules):
+            put_there()
+            yield

@@ -24,9 +24,9 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.accelerators import use_stream
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
+from torchremat._compat.streams import use_stream
 from torchremat._compat.transforms import without_wrappers
 from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.optimizers import Optimizer

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import Stream, current_stream, record_stream, use_stream
+from torchremat._compat.accelerators import Stream
+from torchremat._compat.streams import current_stream, record_stream, use_stream
 from torchremat.stores.base import settle
 from torchremat.tensors.handles import Handle
 

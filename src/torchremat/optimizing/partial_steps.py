@@ -1,7 +1,7 @@
 """The step of an optimizer, made in parts.
 
     a gradient is complete     `step` on its parameter; the gradient is freed           release.py
-    the user calls `step()`    before: parts of what is left, if state is in a store    moving.py
+    the user calls `step()`    before: parts of what is left, if state is in a store    entries.py
                                the optimizer's own code, for what is left then
                                after: the step is over
 
@@ -27,8 +27,8 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
+from torchremat.optimizing.entries import StateMover
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on, without_autocast
-from torchremat.optimizing.moving import StateMover
 from torchremat.optimizing.open_steps import OpenStep, RunClosure
 from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable

@@ -20,7 +20,7 @@ from weakref import ref
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer
-from torchremat.optimizing.moving import StateMover
+from torchremat.optimizing.entries import StateMover
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.stores.base import check_store
 from torchremat.tensors.handles import Store

@@ -19,8 +19,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import Stream, current_stream, use_stream, wait_stream
+from torchremat._compat.accelerators import Stream
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.streams import current_stream, use_stream, wait_stream
 
 # Of the bytes of all parameters. A plan counts what may wait, so it is as small as what a plan promises is exact.
 _SHARE = 1000

@@ -8,7 +8,7 @@ cells.py       one microbatch on one stage, and a recompute ahead of its gradien
 dependency.py  edges of the graph that say "before"
 ordering.py    the edges of a step: the order of its backward
 copying.py     microbatches between devices, and the streams that copy and wait
-workers.py     a thread for each device
+workers.py     a thread for each device, with the state around the code that gives it work
 skip/          tensors that bypass stages
 batchnorm.py   running statistics of mini-batches
 balance/       how many layers each stage gets

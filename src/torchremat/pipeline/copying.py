@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchremat._compat.accelerators import CpuStream, Stream, current_stream, record_stream, use_stream, wait_stream
+from torchremat._compat.accelerators import CpuStream, Stream
+from torchremat._compat.streams import current_stream, record_stream, use_stream, wait_stream
 from torchremat.pipeline.dependency import Passing, passed, replaced, with_grad
 
 

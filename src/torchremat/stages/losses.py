@@ -24,6 +24,7 @@ from torchremat.pipeline.microbatch import Microbatch, gather
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.stages.samples import Taken
+from torchremat.tensors.metadata import Metadata, empty_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +89,10 @@ class _Given(torch.autograd.Function):
         stand_in.note()
         if saved.number == 0:
             stand_in.forms = [
-                (shape, torch.empty(shape, device="meta").stride() if grad is None else grad.stride(), dtype, device)
-                for grad, (shape, dtype, device) in zip(grads, saved.shapes, strict=True)
+                (*form, torch.empty(form[0], device="meta").stride() if grad is None else grad.stride())
+                for grad, form in zip(grads, saved.shapes, strict=True)
             ]
         return (None,) * (3 + len(grads))
-
-
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 class _StandIn(nn.Module):
@@ -104,7 +102,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self._outputs = outputs
         self.note: Callable[[], object] = lambda: None
-        self.forms: list[Form] = []
+        self.forms: list[Metadata] = []
 
     def forward(self, *_: object, **__: object) -> object:
         """Return the outputs, put together."""
@@ -122,10 +120,7 @@ class _StandIn(nn.Module):
     @property
     def grads(self) -> list[Tensor]:
         """Tensors with the metadata of the first microbatch's gradients."""
-        return [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
-            for shape, stride, dtype, device in self.forms
-        ]
+        return [empty_of(form).zero_() for form in self.forms]
 
 
 def optimizer_bytes(

@@ -36,10 +36,10 @@ from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
-from torchremat.stores.slots import NEEDS, Shape, any_of, in_order, surrogate
+from torchremat.stores.slots import NEEDS, Shape, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
-from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.metadata import Metadata, empty_of, metadata_of
 from torchremat.tensors.packed import Owner
 from torchremat.tensors.structure import tensors_in
 from torchremat.tensors.versioned import Versioned
@@ -135,7 +135,7 @@ class Surrogate(InCatalog):
                 "Use a store without `Compressed` to read them."
             )
         if self.bits is None:
-            return any_of(self.like)
+            return empty_of(self.like)
         return surrogate(self.like, self.catalog.get_mask(self.bits), self.true, self.false)
 
     @property

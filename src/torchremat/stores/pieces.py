@@ -8,7 +8,8 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.accelerators import Stream, accelerator_of, current_stream, record_stream
+from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.streams import current_stream, record_stream
 from torchremat.errors import StoreError
 from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace

@@ -47,13 +47,6 @@ class TwoCases:
     false: float
 
 
-def any_of(metadata: Metadata) -> Tensor:
-    """Return a tensor of this metadata with any values: the surrogate if only the shape is needed."""
-    shape, dtype, device, strides = metadata
-    assert isinstance(strides, tuple)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 def surrogate(metadata: Metadata, packed: Tensor, true: float, false: float) -> Tensor:
     """Return the surrogate of a tensor that was split."""
     shape, dtype, _, strides = metadata

@@ -35,14 +35,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import (
-    Stream,
-    accelerator_of,
-    current_stream,
-    record_stream,
-    use_stream,
-    wait_stream,
-)
+from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.streams import current_stream, record_stream, use_stream, wait_stream
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.stores.base import Content, Ledger
 from torchremat.stores.pinned import PinnedBlock, Pool

@@ -27,7 +27,8 @@ from torchremat._compat.tensors import is_dense
 from torchremat._compat.transforms import below_transforms, transform_level_of, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
-from torchremat.tensors.parts import PLAIN_CLASSES
+from torchremat.tensors.metadata import span_of
+from torchremat.tensors.parts import PLAIN_CLASSES, inner_of
 
 # The most bytes that Python hashes sooner than NumPy adds them up.
 _HASHED_BYTES = 32 << 10
@@ -82,10 +83,8 @@ def hash_here(tensor: Tensor) -> int | None:
 def _gathered(tensor: Tensor) -> bytes:
     """Return the bits of a tensor on the host, element by element."""
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
-    reach = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    return np.ndarray(
-        shape, f"V{size}", _memory(tensor, reach * size), 0, [stride * size for stride in strides]
-    ).tobytes()
+    memory = _memory(tensor, span_of(shape, strides) * size)
+    return np.ndarray(shape, f"V{size}", memory, 0, [stride * size for stride in strides]).tobytes()
 
 
 def _memory(tensor: Tensor, size: int) -> memoryview:
@@ -152,10 +151,8 @@ def _ordered(numbers: Any) -> Any:
 
 
 def _of_parts(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
-    names, _ = cast("Any", tensor).__tensor_flatten__()
     whole = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for place, part in enumerate(cast("list[str]", names)):
-        inner = getattr(tensor, part)
+    for place, inner in enumerate(inner_of(tensor).values()):
         if isinstance(inner, Tensor):
             whole = whole + (2 * place + 1) * _of(inner, name, by_memory).to(tensor.device, non_blocking=True)
     return whole

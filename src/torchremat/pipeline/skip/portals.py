@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from torchremat._compat.accelerators import Stream, current_stream
+from torchremat._compat.accelerators import Stream
+from torchremat._compat.streams import current_stream
 from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.ordering import Ordering
