@@ -150,14 +150,11 @@ def _group_of(argument: object) -> object | None:
             return None
     if isinstance(argument, str):
         try:
-            return cast("object", _resolved(argument))
+            resolve = private("_C._distributed_c10d._resolve_process_group", needed_for="seeing who communicates")
+            return cast("object", resolve(argument))
         except (RuntimeError, ValueError):  # another string: what to sum up by
             return None
     return None
-
-
-def _resolved(name: str) -> Any:
-    return private("_C._distributed_c10d._resolve_process_group", needed_for="seeing who communicates")(name)
 
 
 @cache

@@ -96,7 +96,7 @@ class Budgeted:
         check_budget(request.budget, place, margin=request.margin)
         with advised(training):
             if request.shapes:
-                self._adaptive = self._adapting(request)
+                self._adaptive = self._adapt(request)
 
     @contextmanager
     def step(self, loss: Loss, batch: object, *, is_last: bool = True) -> Generator[None]:
@@ -153,7 +153,7 @@ class Budgeted:
     # ---------------------------------------------------------------------------------------------------- one plan
 
     def _prepare(self, batch: object) -> None:
-        sizes = _sizes_of(batch)
+        sizes = tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
         model, one = self.training.model, self._fitted
         is_unseen = not self._accumulates and have_gradients(model.parameters())
         if is_unseen and one is not None and one.plan.processes == 1:
@@ -180,7 +180,7 @@ class Budgeted:
             self._fitted = None
             if by_shape is not None:
                 say("batches come in several sizes: from now on each size has its own plan")
-                self._adaptive = self._adapting(by_shape)
+                self._adaptive = self._adapt(by_shape)
                 return
         self._fitted = fitted(self._request, replace(self.training, accumulates=self._accumulates), step)
         if self._fitted.plan.processes == 1:
@@ -210,10 +210,10 @@ class Budgeted:
                 except BudgetError as error:
                     warn(str(error), BudgetWarning)
 
-    def _adapting(self, request: BudgetRequest) -> Adaptive[object]:
+    def _adapt(self, request: BudgetRequest) -> Adaptive[object]:
         return Adaptive(
             self.training.model,
-            self._bound,
+            self._compute_loss,
             budget=request.budget,
             margin=request.margin,
             optimizer=self.training.optimizer,
@@ -239,14 +239,14 @@ class Budgeted:
         held = _tensors_of(batch)
 
         def step(model: nn.Module, _held: object = held) -> object:
-            return self._bound(model, batch)
+            return self._compute_loss(model, batch)
 
         return step
 
-    def _bound(self, model: nn.Module, batch: object) -> object:
+    def _compute_loss(self, model: nn.Module, batch: object) -> object:
         """Return the loss of a batch, without side effects on batch and framework."""
-        with _kept(self.training.holders):
-            return self._loss(model, _again(batch))
+        with _restore_after(self.training.holders):
+            return self._loss(model, _copy_batch(batch))
 
     def log_shapes(self) -> None:
         """Log the results of the shapes so far, if any plan has not been logged."""
@@ -304,10 +304,6 @@ def _no_loss(model: nn.Module, batch: object) -> object:
     raise bug("a step runs that has not begun")
 
 
-def _sizes_of(batch: object) -> Sizes:
-    return tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
-
-
 def _tensors_of(batch: object) -> list[Tensor]:
     opened = dict(cast("Mapping[object, object]", batch)) if isinstance(batch, Mapping) else batch
     return tensors_in(opened)
@@ -321,7 +317,7 @@ def _covers(known: Sizes, sizes: Sizes) -> bool:
     )
 
 
-def _again(batch: object) -> object:
+def _copy_batch(batch: object) -> object:
     """Return a copy of a batch that a step may take entries from; the tensors are the same."""
     if type(batch) in (dict, list):
         return cast("dict[object, object] | list[object]", batch).copy()
@@ -331,7 +327,7 @@ def _again(batch: object) -> object:
 
 
 @contextmanager
-def _kept(holders: Sequence[object]) -> Generator[None]:
+def _restore_after(holders: Sequence[object]) -> Generator[None]:
     """Restore the contents of the framework's objects after the block; other code restores models and tensors."""
     owned = [vars(holder) for holder in holders]
     world = Reaching()

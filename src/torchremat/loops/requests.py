@@ -183,7 +183,7 @@ def move_steps(store: Store, tensors: Sequence[Tensor], step_s: float | None) ->
         return 0.5, 0.5
     speed = _speed_of(store, tensors)
     count, size_bytes = len(tensors), sum(one.nbytes for one in tensors)
-    write, read = (_rounded(one.seconds(count, size_bytes) / step_s) for one in (speed.out, speed.back))
+    write, read = (_round(one.seconds(count, size_bytes) / step_s) for one in (speed.out, speed.back))
     return write, read
 
 
@@ -198,5 +198,5 @@ def _speed_of(store: Store, tensors: Sequence[Tensor]) -> Speed:
     return known[key]
 
 
-def _rounded(steps: float) -> float:
+def _round(steps: float) -> float:
     return 2.0 ** round(log2(steps)) if steps >= _LEAST_STEPS else 0.0

@@ -176,16 +176,16 @@ def _put_away(own: Holder, store: Store, min_bytes: int, left: list[tuple[Handle
                 finally:
                     if len(left) > had:
                         handles = [handle for handle, _ in left[had:]]
-                        _set_item(own, key, StoredEntry(handles, partial(_made_from, inner)))
+                        _set_item(own, key, StoredEntry(handles, partial(_make_from, inner)))
         elif isinstance(held[0], Tensor) and held[0].nbytes >= min_bytes and _is_alone(held):
             tensor = held.pop()
-            stored = _stored(tensor, store, min_bytes)
+            stored = _store(tensor, store, min_bytes)
             if stored is not None:
                 _set_item(own, key, stored)
                 left += [(handle, tensor) for handle in stored.handles]
 
 
-def _made_from(stored: Holder) -> Holder:
+def _make_from(stored: Holder) -> Holder:
     """Return a new list or dict as one was before its tensors were put away, with tensors in fresh memory."""
     items = {key: one.get() if isinstance(one := stored[key], StoredEntry) else one for key in _keys(stored)}
     return list(items.values()) if isinstance(stored, list) else items
@@ -222,14 +222,14 @@ def _is_alone(held: list[Tensor]) -> bool:
     return holders_in_torch(held[0]) == 0 and holders_in_python(held) == 1 and tensors_in(storage) == 1
 
 
-def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredEntry | None:
+def _store(tensor: Tensor, store: Store, min_bytes: int) -> StoredEntry | None:
     if is_wrapper(tensor):
         inner = inner_of(tensor)
         parts = {name: one for name, one in inner.items() if isinstance(one, Tensor)}
-        found = {name: own for name, one in parts.items() if (own := _stored(one, store, min_bytes)) is not None}
+        found = {name: own for name, one in parts.items() if (own := _store(one, store, min_bytes)) is not None}
         if not found or len(found) < len(parts):
             return None
-        bring = partial(_rebuilt, {**inner, **found}, rebuilding(tensor))
+        bring = partial(_rebuild_stored, {**inner, **found}, rebuilding(tensor))
         return StoredEntry([handle for one in found.values() for handle in one.handles], bring)
     if tensor.nbytes < max(min_bytes, 1):
         return None
@@ -242,7 +242,7 @@ def _back(handle: Handle, content: Content) -> Tensor:
     return content.back(handle.get()).detach()  # for itself: a view would keep its base alive
 
 
-def _rebuilt(inner: Mapping[str, object], rebuild: Rebuild) -> Tensor:
+def _rebuild_stored(inner: Mapping[str, object], rebuild: Rebuild) -> Tensor:
     return rebuild({name: one.get() if isinstance(one, StoredEntry) else one for name, one in inner.items()})
 
 

@@ -15,7 +15,7 @@ from weakref import finalize
 
 import torch
 
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.autograd import current_graph_task, enter_backward
 from torchremat._compat.binding import Patch, subclasses_of
 from torchremat.tensors.structure import tensors_in
 
@@ -33,7 +33,7 @@ def watch_scalers(owner: object) -> Callable[[], object]:
     _watching.add(watch)
     for kind in subclasses_of(torch.amp.GradScaler):
         if "scale" in vars(kind) and kind not in _patches:
-            _patches[kind] = Patch(kind, "scale", _marking(vars(kind)["scale"]))
+            _patches[kind] = Patch(kind, "scale", _mark_losses(vars(kind)["scale"]))
     end = finalize(owner, _unwatch, watch)
     end.atexit = False
     return end
@@ -52,7 +52,7 @@ def is_scaled() -> bool:
     return bool(_tasks) and current_graph_task() in _tasks
 
 
-def _marking(scale: Callable[..., object]) -> Callable[..., object]:
+def _mark_losses(scale: Callable[..., object]) -> Callable[..., object]:
     @wraps(scale)
     def marked(self: torch.amp.GradScaler, outputs: object) -> object:
         scaled = scale(self, outputs)
@@ -66,7 +66,4 @@ def _marking(scale: Callable[..., object]) -> Callable[..., object]:
 
 
 def _begin(_: object) -> None:
-    task = current_graph_task()
-    if task not in _tasks:
-        _tasks.add(task)
-        at_end_of_backward(lambda: _tasks.discard(task))
+    enter_backward(_tasks)

@@ -42,10 +42,10 @@ class OptimizerOffload:
         self._optimizer = ref(optimizer)
         self._hooks = [
             optimizer.register_state_dict_post_hook(_full),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(self._put_away),
         ]
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _put_away(self, optimizer: Optimizer) -> None:
         self._mover.begin(optimizer.state)
 
     def remove(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from weakref import WeakMethod
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.accelerators import Stream
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.autograd import current_graph_task, enter_backward
 from torchremat._compat.streams import current_stream, use_stream, wait_stream
 
 # Of the bytes of all parameters. A plan counts what may wait, so it is as small as what a plan promises is exact.
@@ -50,7 +49,7 @@ class WaitingGradients:
         self._step = step
         self._lock = Lock()  # autograd runs a thread for each device
         self._waiting: dict[_Place, _Together] = {}
-        self._ends: set[int] = set()  # the backwards whose end steps on what waits
+        self._backwards: set[int] = set()  # whose end steps on what waits
 
     def add(self, parameter: Tensor, *, waits: bool) -> Sequence[Tensor]:
         """Return a parameter with all that waited, to step now; nothing if it may wait, and waits."""
@@ -67,16 +66,11 @@ class WaitingGradients:
             if not waits:
                 del self._waiting[place]
             # Also if nothing waits yet: what parts do at the end of the backward comes after the last of them.
-            begins = task >= 0 and task not in self._ends
-            if begins:
-                self._ends.add(task)
-        if begins:
-            at_end_of_backward(partial(self._end, task))
+            enter_backward(self._backwards, self._end)
         return () if waits else part.parameters
 
     def _end(self, task: int) -> None:
         with self._lock:
-            self._ends.discard(task)
             parts = {place: self._waiting.pop(place) for place in list(self._waiting) if place[0] == task}
         step = self._step()
         if step is None:
@@ -92,7 +86,7 @@ class WaitingGradients:
         """Forget what waits since a backward has failed: its gradients are in `.grad`, as without this library."""
         with self._lock:
             self._waiting.clear()
-            self._ends.clear()
+            self._backwards.clear()
 
 
 def share_of(parameters: Iterable[Tensor]) -> int:

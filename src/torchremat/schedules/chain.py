@@ -300,10 +300,10 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
         tree: The tree. The outermost regions stay, so the same stages are recomputed.
         deepest: At least 1.
     """
-    return tuple(_bounded(node, deepest) for node in tree)
+    return tuple(_bound_depth(node, deepest) for node in tree)
 
 
-def _bounded(node: Node, deepest: int) -> Node:
+def _bound_depth(node: Node, deepest: int) -> Node:
     levels = depth((node,))
     if levels <= deepest:
         return node

@@ -107,9 +107,9 @@ class _StandIn(nn.Module):
     def forward(self, *_: object, **__: object) -> object:
         """Return the outputs, put together."""
         root = torch.zeros((), requires_grad=True)
-        return gather([self._again(number, one, root) for number, one in enumerate(self._outputs)])
+        return gather([self._make_again(number, one, root) for number, one in enumerate(self._outputs)])
 
-    def _again(self, number: int, output: Taken, root: Tensor) -> Microbatch:
+    def _make_again(self, number: int, output: Taken, root: Tensor) -> Microbatch:
         pairs = zip(output.given.tensors, output.requires, strict=True)
         tensors = [tensor if requires else tensor.clone() for tensor, requires in pairs]
         places = [place for place, requires in enumerate(output.requires) if requires]

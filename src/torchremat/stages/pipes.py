@@ -185,12 +185,12 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     Raises:
         StepError: The step returns no loss, or does not call the pipe once.
     """
-    inputs, outputs = _sampled(pipe, step)
+    inputs, outputs = _sample(pipe, step)
     layout = inspect_skip_layout(list(pipe.partitions))
     last, microbatches = len(pipe.partitions) - 1, len(outputs)
     loss = loss_bytes(pipe, pipe.devices[-1], step, outputs)
     to_loss = Passed(source=last, target=last + 1, size_bytes=bytes_of(outputs[0].given.tensors), grad_bytes=0)
-    passed = [*_passed(inputs, layout), to_loss]
+    passed = [*_find_passed(inputs, layout), to_loss]
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
@@ -248,7 +248,7 @@ def _gradient_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
+def _find_passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
     """Yield the tensors passed from stage to stage."""
     for stage, own in inputs.items():
         in_graph = {id(tensor) for tensor, requires in zip(own.given.tensors, own.requires, strict=True) if requires}
@@ -264,7 +264,7 @@ def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]
             )
 
 
-def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[Taken]]:
+def _sample(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[Taken]]:
     """Return the first input of each stage, and the output of each microbatch."""
     inputs: dict[int, Taken] = {}
     outputs: list[Taken] = []

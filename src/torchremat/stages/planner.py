@@ -94,7 +94,7 @@ class StagePlanner:
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
         resident = partial(resident_bytes, step, modules, optimizer, [one for site in sites for one in site.samples])
-        self._planned = self._told(
+        self._planned = self._in_all_processes(
             lambda: [_Planned(site, options, modules, optimizer, resident) for site in sites], ours_alone=True
         )
 
@@ -109,7 +109,9 @@ class StagePlanner:
             BudgetError: See `plan_stages`.
             PipelineError: See `plan_stages`.
         """
-        found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)])
+        found = self._in_all_processes(
+            lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)]
+        )
         stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
         return StagePlans(
             stages=tuple(stages),
@@ -122,7 +124,7 @@ class StagePlanner:
         first = self._peers.place
         return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
 
-    def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
+    def _in_all_processes(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
         """Return the results of `work` here or, with many processes, in all of them; if one raises, all stop."""
         return self._peers.each(work) if ours_alone else [one for those in self._peers.all(work) for one in those]
 

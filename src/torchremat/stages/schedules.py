@@ -58,7 +58,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
         StepError: The step did not run every stage, or the schedule has no loss.
     """
     stages = stages_of(schedule)
-    seen = _seen(schedule, step)
+    seen = _watch_step(schedule, step)
     loss = loss_function_of(schedule)
     if loss is None:
         raise StepError("schedule: without a `loss_fn` it runs no backward, and there is nothing to plan.")
@@ -141,7 +141,7 @@ class _StagePass:
     loss_bytes: int = 0  # a loss may share memory with the tensor that it reduces
 
 
-def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
+def _watch_step(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
     """Run a step, and return the last microbatch of each stage: the first calls may be torch's own."""
     stages = stages_of(schedule)
     seen: dict[int, _StagePass] = {}

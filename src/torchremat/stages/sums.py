@@ -95,12 +95,12 @@ class _SumsRun:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._made: list[_WeightGradient] = []
         self._step = watch(
-            module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._noting
+            module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._note_gradients
         )
         self._intervals = self._step.trace.intervals
 
     @contextmanager
-    def _noting(self, recorder: AllocationRecorder) -> Generator[None]:
+    def _note_gradients(self, recorder: AllocationRecorder) -> Generator[None]:
         with ExitStack() as stack:
             for parameter in self._parameters:
                 stack.callback(parameter.register_hook(partial(self._note, recorder, parameter.nbytes)).remove)
@@ -133,7 +133,7 @@ class _SumsRun:
         delta = trace.delta_bytes.copy()
         more: list[tuple[int, int]] = []  # the mark and the bytes of each
         for made in self._made:
-            freed = self._freed(made)
+            freed = self._find_free(made)
             if place.is_first and freed is not None:
                 delta[freed] = 0
             elif place.is_first:
@@ -144,7 +144,7 @@ class _SumsRun:
                 more.append((made.mark, -made.size_bytes))
         return _with_events(replace(trace, delta_bytes=delta), more)
 
-    def _freed(self, made: _WeightGradient) -> int | None:
+    def _find_free(self, made: _WeightGradient) -> int | None:
         """Return the event that frees a gradient; None if there is none."""
         trace = self._step.trace
         position = trace.marks[made.mark].position

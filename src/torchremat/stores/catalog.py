@@ -106,9 +106,9 @@ class Catalog(Remade):
     def _put(self, tensor: Tensor, *, is_complete: bool) -> InCatalog | None:
         packed: InCatalog | None = None
         if type(tensor) is not Tensor:
-            packed = None if self.by_storage else self._apart(tensor)
+            packed = None if self.by_storage else self._store_parts(tensor)
         elif self._is_storable(tensor):
-            packed = self._stored(tensor, is_complete=is_complete)
+            packed = self._store(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
         return packed
 
@@ -164,7 +164,7 @@ class Catalog(Remade):
             tensor.requires_grad or not is_in_running_module(storage)
         )
 
-    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
+    def _store(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
         """Return the stored form of a plain tensor.
 
         Args:
@@ -197,7 +197,7 @@ class Catalog(Remade):
             record.add(stored.place, alias, watched=wrapper)
         return stored
 
-    def _apart(self, tensor: Tensor) -> Apart | None:
+    def _store_parts(self, tensor: Tensor) -> Apart | None:
         """Return a flattened tensor of a subclass; None if it is kept in place."""
         kind = type(tensor)
         # An asynchronous collective may still be writing to the wrapped tensor.
@@ -219,7 +219,7 @@ class Catalog(Remade):
                 return None
         if not large:
             return None
-        stored = {name: self._stored(one, tensor) for name, one in large.items()}
+        stored = {name: self._store(one, tensor) for name, one in large.items()}
         return Apart(metadata_of(tensor), {**inner, **stored}, rebuilding(tensor))
 
 

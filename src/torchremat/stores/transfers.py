@@ -130,7 +130,7 @@ class Transfers:
         with self._lock:
             for flights in self._flights.values():
                 while flights and flights[0].copied.query():
-                    self._landed(flights.popleft())
+                    self._release(flights.popleft())
             for _ in range(len(self._left)):
                 left = self._left.popleft()
                 if not left.copied.query():
@@ -167,7 +167,7 @@ class Transfers:
             host.copy_(line, non_blocking=True)
         return Flight(Versioned(line), accelerator_of(content.device).event(stream), line.nbytes)
 
-    def _landed(self, flight: Flight) -> None:
+    def _release(self, flight: Flight) -> None:
         source = flight.source
         if source is not None and source.is_written and not flight.is_awaited:
             flight.changed = str(source.written())

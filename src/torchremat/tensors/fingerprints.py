@@ -70,7 +70,7 @@ def hash_here(tensor: Tensor) -> int | None:
         return None
     size = tensor.nbytes
     if not is_dense(tensor):
-        return hash(_gathered(tensor)) if size <= _GATHERED_BYTES else None
+        return hash(_gather(tensor)) if size <= _GATHERED_BYTES else None
     if size <= _HASHED_BYTES:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
     # As in a fingerprint: sums of rows and of columns.
@@ -80,7 +80,7 @@ def hash_here(tensor: Tensor) -> int | None:
     return hash((_add(words, 1).tobytes(), _add(words, 0).tobytes(), memory[8 * whole :].tobytes()))
 
 
-def _gathered(tensor: Tensor) -> bytes:
+def _gather(tensor: Tensor) -> bytes:
     """Return the bits of a tensor on the host, element by element."""
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
     memory = _memory(tensor, span_of(shape, strides) * size)
@@ -131,14 +131,14 @@ def _sums(words: Any, rest: Any) -> tuple[Any, Any]:
     """Return the two numbers of a fingerprint, in the same arithmetic for tensors and for NumPy's arrays."""
     count = math.prod(words.shape)
     if count <= _SMALL:
-        return _ordered(words), words.sum(0, keepdims=True) + 3 * _ordered(rest)
+        return _weigh(words), words.sum(0, keepdims=True) + 3 * _weigh(rest)
     # Sums of rows and of columns: reading a long tensor costs the most, and sums are read at once.
     whole = count // _ROW * _ROW
     square = words[:whole].reshape(-1, _ROW)
-    return _ordered(square.sum(1)), _ordered(square.sum(0)) + 3 * _ordered(words[whole:]) + 5 * _ordered(rest)
+    return _weigh(square.sum(1)), _weigh(square.sum(0)) + 3 * _weigh(words[whole:]) + 5 * _weigh(rest)
 
 
-def _ordered(numbers: Any) -> Any:
+def _weigh(numbers: Any) -> Any:
     # Odd weights lose no bit; overflow wraps around. Words of round numbers differ in their high bits alone, which the
     # weights would shift out: they are mixed into the low ones.
     mixed = numbers ^ (numbers >> 31)

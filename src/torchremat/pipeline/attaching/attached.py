@@ -197,10 +197,10 @@ def attach(
     if budget is not None and not lookahead:
         problems.append(f"lookahead_bytes={lookahead_bytes!r} with lookahead=False: there is nothing to bound")
     if checkpoint == "in_flight":
-        problems += _planned(schedule)
+        problems += _problems_of_plans(schedule)
     check_hooks(schedule, waits=lookahead or record)
     if lookahead:
-        problems += _sharded(schedule, name)
+        problems += _problems_of_shards(schedule, name)
     if problems:
         raise UnsupportedError(f"{'; '.join(problems)}.")
     return Attached(schedule, lookahead=lookahead, lookahead_bytes=budget, checkpoint=checkpoint, record=record)
@@ -218,7 +218,7 @@ def detach(schedule: object) -> None:
     step.attached.detach()
 
 
-def _planned(schedule: object) -> list[str]:
+def _problems_of_plans(schedule: object) -> list[str]:
     """Return the reasons why microbatches cannot run without regions: a plan needs all of its regions."""
     return [
         f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at "
@@ -229,7 +229,7 @@ def _planned(schedule: object) -> list[str]:
     ]
 
 
-def _sharded(schedule: object, name: str) -> list[str]:
+def _problems_of_shards(schedule: object, name: str) -> list[str]:
     """Return why a look-ahead would not find parameters gathered: the schedule must have unsharded the stage."""
     problems: list[str] = []
     for stage in stages_of(schedule):
