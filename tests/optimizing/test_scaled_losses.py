@@ -4,11 +4,10 @@ import gc
 
 import pytest
 import torch
-from torch import optim
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from optimizing.loops import Loop, equal, loss_of, net
+from optimizing.loops import Loop, adamw, equal, loss_of, net
 from probes.optimizing import scaled_losses
 from torchremat import UnsupportedError, release_gradients
 
@@ -19,10 +18,6 @@ class Own(GradScaler):
     def scale(self, outputs):
         super().scale(torch.ones(()))
         return outputs * self._scale
-
-
-def adamw(model):
-    return optim.AdamW(model.parameters(), lr=1e-2)
 
 
 SCALERS = {
