@@ -60,7 +60,7 @@ from torchremat.planning.results.plans import Plan
 from torchremat.planning.training.fitting import fit_with
 from torchremat.planning.training.report import Report
 from torchremat.planning.training.verification import verify
-from torchremat.reports.tables import frontier_table
+from torchremat.reports.frontier_tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.html import check_pages
 from torchremat.views.pictures import check_picture

@@ -15,9 +15,9 @@ from torch import nn
 
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, NoLossError
 from torchremat.interop.training import MemoryBudget as BudgetCallback
 from torchremat.interop.training import Training, Words, check_recomputes_nothing
+from torchremat.interop.training_budget import Budgeted, NoLossError
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.planning.results.plans import Plan
 

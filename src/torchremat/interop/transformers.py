@@ -23,9 +23,9 @@ from torch import nn
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
-from torchremat.interop.budgets import Budgeted
 from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
 from torchremat.interop.training import MemoryBudget as BudgetCallback
+from torchremat.interop.training_budget import Budgeted
 from torchremat.planning.results.plans import Plan
 
 try:

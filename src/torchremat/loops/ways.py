@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
-from torchremat.loops.forward import Body, Forward
+from torchremat.loops.first_run import Body, Forward
 from torchremat.loops.requests import LoopRequest, may_be_timed
 from torchremat.loops.slices import Slices
 from torchremat.loops.stretches import Stretches

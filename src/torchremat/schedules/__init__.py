@@ -7,7 +7,7 @@ interpreter.py  the peak and the cost of a tree
 rounding.py     bytes in slots
 tables.py       the least cost of every end of every region, for every number of free slots
 persistent.py   the cheapest schedule of a chain under a limit
-transfers.py    copies to and from a store
+store_queue.py  copies to and from a store
 
 Operators:
 

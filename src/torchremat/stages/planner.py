@@ -38,7 +38,7 @@ from torchremat.stages.pipes import sites_of_pipe
 from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.stages.samples import Sample, Site, resident_bytes
 from torchremat.stages.schedules import site_of_schedule
-from torchremat.stages.split_backward import SplitBackward
+from torchremat.stages.split_microbatch import SplitBackward
 from torchremat.stages.sums import Sums
 from torchremat.tensors.sizes import format_bytes
 

@@ -36,7 +36,7 @@ from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
-from torchremat.stores.slots import NEEDS, Shape, in_order, surrogate
+from torchremat.stores.needs import NEEDS, Shape, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, empty_of, metadata_of

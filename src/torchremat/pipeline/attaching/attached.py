@@ -25,7 +25,7 @@ from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.prediction import with_prediction
+from torchremat.pipeline.predictions import with_prediction
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline, timeline_of
 from torchremat.regions.patches import scopes_on

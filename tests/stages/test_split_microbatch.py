@@ -15,7 +15,7 @@ from torchremat._compat.pipelining import run_input_pass, run_weight_pass
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.searches.microbatches import shares
 from torchremat.stages.samples import Ends, received
-from torchremat.stages.split_backward import SplitBackward
+from torchremat.stages.split_microbatch import SplitBackward
 from versions import IS_OLD
 
 WIDTH = 16

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.loops.forward import Body
+from torchremat.loops.first_run import Body
 from torchremat.loops.requests import LoopRequest
 from torchremat.loops.slices import Slices
 from torchremat.loops.ways import PlainWay, way_of

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from probes.stores import pack_bits
 from torchremat._compat.flags import deterministic_kernels
 from torchremat._compat.tensors import is_dense
-from torchremat.stores.slots import NEEDS, SHAPE, in_order, surrogate
+from torchremat.stores.needs import NEEDS, SHAPE, in_order, surrogate
 from torchremat.tensors.metadata import empty_of, metadata_of
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)
