@@ -18,7 +18,7 @@ from probes.planning import KeepNode, divisible, mixed, options_of, weighed
 from stages.test_split_microbatch import GRAD, STAGES, forward
 from torchremat import Host, Session, session
 from torchremat._compat.pipelining import run_input_pass
-from torchremat.stages.samples import received
+from torchremat.stages.samples import receive
 from torchremat.stages.split_microbatch import SplitBackward
 from turns import in_turn
 
@@ -171,7 +171,7 @@ def test_regions_that_are_recomputed_ahead_are_what_the_simulator_says(name):
 def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
     torch.manual_seed(0)
     module, rng = STAGES[name](), random.Random(name)
-    pair = profile(module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]))
+    pair = profile(module, lambda module: receive(forward(module).outputs[0], held=True, grads=[GRAD]))
     split = SplitBackward(module, forward, pair)
     sessions, events = [], []
 

@@ -11,4 +11,4 @@ from torchremat.pipeline.skip import portals
 from torchremat.pipeline.workers import spawn_workers
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.pipelines import recomputing
-from torchremat.stages.samples import received
+from torchremat.stages.samples import receive

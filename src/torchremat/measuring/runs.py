@@ -41,7 +41,7 @@ from torchremat.measuring.untouched import StateBefore, gradient_leaves, untouch
 from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
 from torchremat.regions.threads import thread
-from torchremat.stores.stored_parameters import put_to_rest
+from torchremat.stores.stored_parameters import put_away_all
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Subject:
             steps: Whether the optimizer may step.
         """
         own = self._undisturbed
-        put_to_rest(one for model in self.models for one in model.parameters())
+        put_away_all(one for model in self.models for one in model.parameters())
         before, own.before = None if steps else own.before, None
         if before is None:
             # Before anything is set aside: copies are on the device as well, and not in the user's own step.

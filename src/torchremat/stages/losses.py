@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torchremat.measuring.before import bytes_before
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_kinds, check_steps_on, loss_of, run_backward
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.dependency import replaced
+from torchremat.pipeline.dependency import replace_at
 from torchremat.pipeline.microbatch import Microbatch, gather
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
@@ -113,9 +114,8 @@ class _StandIn(nn.Module):
         pairs = zip(output.given.tensors, output.requires, strict=True)
         tensors = [tensor if requires else tensor.clone() for tensor, requires in pairs]
         places = [place for place, requires in enumerate(output.requires) if requires]
-        if places:
-            tensors = replaced(tensors, places, _Given.apply(self, number, root, *(tensors[place] for place in places)))
-        return Microbatch(output.given.template, tensors)
+        made = replace_at(tensors, places, partial(_Given.apply, self, number, root))
+        return Microbatch(output.given.template, made)
 
     @property
     def grads(self) -> list[Tensor]:

@@ -45,7 +45,7 @@ from torchremat.regions.footprints import abandon
 from torchremat.schedules.pipelines import clock_cycles
 from torchremat.stages.loads import DeviceLoad, Phase, counted
 from torchremat.stages.losses import LossBytes, loss_bytes
-from torchremat.stages.samples import Sample, Site, Taken, bytes_of, received, taken
+from torchremat.stages.samples import Sample, Site, Taken, bytes_of, receive, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class _PipeRun:
         with use_skip_tracker(tracker), self.taken.under_autocast():
             del skips
             output = module(value)
-        return received((output, tracker.outgoing), grads=self.grads)
+        return receive((output, tracker.outgoing), grads=self.grads)
 
 
 def _gradient_bytes(module: nn.Module) -> int:
@@ -273,10 +273,10 @@ def _sample(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[T
     def entered(stage: int, _: nn.Module, args: tuple[object, ...]) -> None:
         tracker = cast("CellTracker", current_skip_tracker())
         if stage not in inputs:
-            inputs[stage] = taken((args[0], tracker.waiting))
+            inputs[stage] = take((args[0], tracker.waiting))
 
     def left(_: nn.Module, args: object, output: object) -> None:
-        outputs.append(taken(output))
+        outputs.append(take(output))
 
     def called(_: nn.Module, args: object) -> None:
         calls[0] += 1

@@ -43,7 +43,7 @@ from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.doors import unwrap, wrap
 from torchremat.schedules.pipelines import Action
 from torchremat.stages.loads import loads_of, most_held
-from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken
+from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, hold_until_backward, receive, take
 
 
 def site_of_schedule(schedule: object, step: Callable[[object], object], *, lookahead: bool) -> Site:
@@ -147,7 +147,7 @@ def _watch_step(schedule: object, step: Callable[[object], object]) -> dict[int,
     seen: dict[int, _StagePass] = {}
 
     def entered(stage: TorchStage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        seen[stage.stage_index] = _StagePass(taken((args, kwargs)))
+        seen[stage.stage_index] = _StagePass(take((args, kwargs)))
 
     def left(stage: TorchStage, _: nn.Module, args: object, output: object) -> None:
         outputs = Microbatch.of(output).tensors
@@ -192,8 +192,9 @@ class _ScheduleRun:
             output = module(*args, **kwargs)
             loss = None if self.loss is None else self.loss(output, self.seen.target)
         if self.loss is not None:
-            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the profile rejects other kinds
-        return received(output, held=True, grads=self.seen.output)
+            # The profile rejects other kinds.
+            return hold_until_backward(loss, output) if isinstance(loss, Tensor) else loss
+        return receive(output, held=True, grads=self.seen.output)
 
     def ends(self, module: nn.Module) -> Ends:
         """Run the forward, for a split backward."""

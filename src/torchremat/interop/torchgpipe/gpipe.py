@@ -8,7 +8,7 @@ from typing import Any, NoReturn, SupportsInt, cast
 import torch
 from torch import Tensor, nn
 
-from torchremat.pipeline.dependency import Passing, passed
+from torchremat.pipeline.dependency import Passing, pass_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
 from torchremat.pipeline.pipe import Pipe
@@ -148,7 +148,7 @@ def _check_output(_partition: nn.Module, _given: tuple[object, ...], output: obj
     if not (is_checkpointing() or is_recomputing()):
         return None
     found = Microbatch.of(output)
-    return Microbatch(found.template, passed(Checkpoint, lambda: None, found.tensors)).value
+    return Microbatch(found.template, pass_all(Checkpoint, lambda: None, found.tensors)).value
 
 
 def _verify_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:

@@ -91,7 +91,7 @@ class LayerCopy:
             return _enter(phony, [data]) if tensor.requires_grad else data
 
         skips = {key: skip for key, skip in self.before.skips.items() if self._is_popped(key)}
-        return cast("Boundary", mapped(enter, Boundary(value=self.before.value, skips=skips)))
+        return cast("Boundary", map_tensors(enter, Boundary(value=self.before.value, skips=skips)))
 
     def run(self, entered: Boundary) -> Boundary:
         """Run the layer's forward; return its results, with their graph."""
@@ -103,7 +103,7 @@ class LayerCopy:
     def after(self, ran: Boundary) -> Boundary:
         """Return the values that pass to the layers after this one."""
         waiting = {key: skip for key, skip in self.before.skips.items() if not self._is_popped(key)}
-        cut = cast("Boundary", mapped(lambda one: one.detach().requires_grad_(one.requires_grad), ran))
+        cut = cast("Boundary", map_tensors(lambda one: one.detach().requires_grad_(one.requires_grad), ran))
         return Boundary(value=cut.value, skips={**waiting, **cut.skips})
 
     def _is_popped(self, key: Key) -> bool:
@@ -130,7 +130,7 @@ def run_each(
     def move(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    boundary = Boundary(value=mapped(move, value), skips={})
+    boundary = Boundary(value=map_tensors(move, value), skips={})
     for place, layer in enumerate(layers):
         # Only the cell holds the copy, and nothing holds the cell when the next one is made.
         copied = copy.deepcopy(layer).to(device).train()
@@ -139,7 +139,7 @@ def run_each(
         yield found
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
+def map_tensors(function: Callable[[Tensor], Tensor], value: object) -> object:
     """Return a value with other tensors in the places of its own."""
     tensors: list[Tensor] = []
     template = split(value, tensors, [])
@@ -178,7 +178,7 @@ def first_microbatch(batch: object, chunks: int) -> object:
         # A copy, since a view would keep the bytes of the batch.
         return tensor.detach()[: -(-len(tensor) // chunks)].clone().requires_grad_(tensor.requires_grad)
 
-    return batch if chunks == 1 else mapped(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
+    return batch if chunks == 1 else map_tensors(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
 
 
 def _run_sized(cell: LayerCopy, counted: StorageNumbers) -> tuple[int, Boundary]:
