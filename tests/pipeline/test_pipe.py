@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchremat
 from logs import Count, Log
-from pipeline.layered import Noted, equal, gradients, layers, plainly
+from pipeline.layered import Noted, equal, gradients, layers, nodes, plainly
 from probes.pipelines import CpuStream, copying
 from probes.regions import current_graph_task
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
@@ -23,17 +23,6 @@ from turns import in_turn
 
 CPUS = ["cpu"] * 8
 MODES = ["always", "except_last", "never"]
-
-
-def nodes(output: Tensor) -> list[str]:
-    """The names of all nodes of a graph."""
-    found, pending = {}, [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            pending += [following for following, _ in node.next_functions]
-    return list(found.values())
 
 
 # ------------------------------------------------------------------------------------------------------- gradients
