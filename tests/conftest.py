@@ -93,6 +93,15 @@ def _freeze():
 _DEFAULT_DEVICE = os.environ.get("TORCHREMAT_DEFAULT_DEVICE")
 
 
+@pytest.fixture
+def no_collector():
+    """Nothing that the test does may need it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ from torchremat.errors import (
     WrapError,
 )
 from torchremat.interop.installing import Installation, install, uninstall
-from torchremat.loops.running import loop
+from torchremat.loops.loop_call import loop
 from torchremat.measuring.freeing import Freed
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure

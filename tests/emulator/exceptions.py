@@ -18,13 +18,13 @@ NOT_HERE: Tests = {
     ),
     "NCCL": ("tests/regions/test_wrapping.py::test_distributed_data_parallel",),
     "kernels of the CPU answer NaN in another way than those of a device": tuple(
-        f"tests/stores/test_slots.py::test_derivatives_do_not_notice_on_a_device[{node}Backward0-"
+        f"tests/stores/test_needs.py::test_derivatives_do_not_notice_on_a_device[{node}Backward0-"
         for node in ("Hardshrink", "Hardtanh", "Softshrink")
     ),
     "the CPU has no kernel for halves": (
-        "tests/stores/test_slots.py::test_derivatives_do_not_notice_on_a_device[AvgPool3DBackward0-0]",
+        "tests/stores/test_needs.py::test_derivatives_do_not_notice_on_a_device[AvgPool3DBackward0-0]",
     ),
-    "sparse tensors": ("tests/stores/test_slots.py::test_derivatives_do_not_notice_on_a_device[GatherBackward0-1]",),
+    "sparse tensors": ("tests/stores/test_needs.py::test_derivatives_do_not_notice_on_a_device[GatherBackward0-1]",),
     "more arithmetic than the CPU does in a minute": (
         "tests/pipeline/test_recorder.py::test_events_on_two_streams_of_a_device",
     ),

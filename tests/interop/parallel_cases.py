@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchremat
 from interop.trainers import Lit, Small, Tokens, Unshuffled, fit, layers, llama, train, whole
-from torchremat.interop.budgets import Budgeted, Training
-from torchremat.interop.request import BudgetRequest, Words
+from torchremat.interop.training import BudgetRequest, Words
+from torchremat.interop.training_budget import Budgeted, Training
 from torchremat.planning.plan_options import PlanOptions
 
 WORDS = Words(owner="", step="", taker="", smaller="")

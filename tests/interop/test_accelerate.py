@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import torchremat
-from interop.trainers import layers, recomputes_of
+from interop.trainers import layers, loss_of, recomputes_of
 from probes.regions import forward_under
 
 prepare, within_budget = torchremat.interop.accelerate.prepare, torchremat.interop.accelerate.within_budget
@@ -90,10 +90,6 @@ def test_the_training_is_the_same_within_the_budget(options):
     assert any(forward_under(module) for module in ours.modules())
     torchremat.unwrap(ours)
     assert not any(forward_under(module) for module in ours.modules())
-
-
-def loss_of(model, batch):
-    return model(batch).square().mean()
 
 
 def trained_on_lengths(size, lengths=(32, 128, 64, 128), **options):

@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import torchremat
-from interop.trainers import Lit, fit, layers, recomputes_of
+from interop.trainers import Lit, fit, layers, loss_of, recomputes_of
 from optimizing.loops import equal
 from probes.regions import is_rehearsing
 
@@ -422,10 +422,6 @@ def with_fabric(precision):
     recomputed = recomputes_of(model)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
     return fabric, model, optimizer, [torch.randn(4, 64, 16) for _ in range(3)], recomputed
-
-
-def loss_of(model, batch):
-    return model(batch).square().mean()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

@@ -109,6 +109,10 @@ def llama():
     )
 
 
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
 def layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), *(block() for _ in range(3)), nn.Linear(32, 1))

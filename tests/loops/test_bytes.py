@@ -172,7 +172,7 @@ def test_the_times_of_stores_are_measured_in_steps(monkeypatch, options, seconds
         assert runs.value == before + 12 + schedules[-1].recomputed_steps
         return wave.w.grad
 
-    monkeypatch.setattr("torchremat.loops.transfers.measured_speed", speed_of)
+    monkeypatch.setattr("torchremat.loops.requests.measured_speed", speed_of)
     given = trained(transfer_steps=1)
     assert torch.equal(trained(), given)
     assert torch.equal(trained(), given)

@@ -490,18 +490,14 @@ def test_steps_that_may_write_past_versions_share_no_snapshot():
         last.sum().backward()
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_ten_thousand_steps_need_no_stack_and_leave_nothing():
     w = torch.full((3,), 0.9, requires_grad=True)
-    gc.collect()
-    gc.disable()
-    try:
-        last, _ = loop(lambda h, _: (wave(h, w), None), torch.ones(3), length=10_000, slots=200)
-        last.sum().backward()
-        dropped, _ = loop(lambda h, _: (wave(h, w), None), torch.ones(3), length=10_000, slots=3)
-        del dropped
-        left = [one for one in gc.get_objects() if type(one) is Region]
-    finally:
-        gc.enable()
+    last, _ = loop(lambda h, _: (wave(h, w), None), torch.ones(3), length=10_000, slots=200)
+    last.sum().backward()
+    dropped, _ = loop(lambda h, _: (wave(h, w), None), torch.ones(3), length=10_000, slots=3)
+    del dropped
+    left = [one for one in gc.get_objects() if type(one) is Region]
     found, w.grad = w.grad, None
     h = torch.ones(3)
     for _ in range(10_000):

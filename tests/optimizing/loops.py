@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.optimization import Adafactor as AdafactorOfTransformers
 
+from probes.memory import record_allocations
+
 STEPS = 12
 WIDTH = 32
 
@@ -43,6 +45,14 @@ def net():
 def loss_of(model, step):
     tokens = torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(step))
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adamw(model, lr=1e-2):
+    return optim.AdamW(model.parameters(), lr=lr)
+
+
+def nothing(model, optimizer):
+    """The plain loop."""
 
 
 class Lion(optim.Optimizer):
@@ -247,6 +257,36 @@ def plain_end(kind):
     return Loop(kind).run().ends_with()
 
 
+def train(model, optimizer, loss_of, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def trained_on_streams(model, prepare, *, on_two_streams):
+    """What four steps end with; one layer may work on a stream of its own."""
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    prepare(model, optimizer)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for number in range(4):
+        optimizer.zero_grad()
+        x = model[0](number * torch.ones(2, model[0].in_features, device="cuda"))
+        stream = side if on_two_streams else main
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            x = model[1](x)
+        main.wait_stream(stream)
+        model[2:](x).square().sum().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
 def equal(one, other):
     """Whether two nestings hold the same bits."""
     if isinstance(one, torch.Tensor):
@@ -262,3 +302,15 @@ def in_memory(optimizer):
     """The bytes of an optimizer's state that are in memory: what its entries hold, without asking them for it."""
     values = [one for entries in dict.values(optimizer.state) for one in dict.values(entries)]
     return sum(one.nbytes for one in tree_leaves(values) if isinstance(one, torch.Tensor))
+
+
+def measured_peak(model, optimizer, loss_of, batch, *, keeps_gradients=False):
+    """The bytes of a whole step at its peak, as the allocator has them. Gradients that stay are there before it."""
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
+    held = [one for one in model.parameters() if type(one) is nn.Parameter]
+    held += [one.grad for one in model.parameters() if one.grad is not None]
+    before_bytes = in_memory(optimizer) + sum(one.nbytes for one in (*held, *model.buffers(), batch))
+    with record_allocations(torch.device("cpu")) as recorder:
+        loss_of(model).backward()
+        optimizer.step()
+    return before_bytes + recorder.trace.peak_bytes

@@ -13,9 +13,7 @@ from torch.nn.utils import prune
 
 import torchremat
 from models import GPT
-from optimizing.loops import equal
-from planning.steps import with_declared_speed
-from probes.memory import record_allocations
+from optimizing.loops import equal, measured_peak, train
 from probes.planning import SteppingSeconds, ways_of_stepping
 from torchremat import (
     Adaptive,
@@ -32,15 +30,11 @@ from torchremat import (
     release_gradients,
 )
 
+pytestmark = pytest.mark.usefixtures("declared_speed")
+
 ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 WORDS = torch.randn(16, 4, 32, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _declared_speed():
-    with with_declared_speed():
-        yield
 
 
 def convolutions():
@@ -90,26 +84,6 @@ def made(model="gpt", optimizer="adamw", *, steps=0):
     return own, steps_on, loss_of
 
 
-def train(model, optimizer, loss_of, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-
-def measured_peak(kind, model, optimizer, *, keeps_gradients=False):
-    """The bytes of a whole step at its peak, as the allocator has them. Gradients that stay are there before it."""
-    _, loss_of, batch = MODELS[kind]
-    optimizer.zero_grad(set_to_none=not keeps_gradients)
-    entries = [one for state in dict.values(optimizer.state) for one in dict.values(state)]
-    held = [*model.parameters(), *model.buffers(), batch, *entries]
-    held += [one.grad for one in model.parameters() if one.grad is not None]
-    with record_allocations(torch.device("cpu")) as recorder:
-        loss_of(model).backward()
-        optimizer.step()
-    return sum(one.nbytes for one in held if isinstance(one, torch.Tensor)) + recorder.trace.peak_bytes
-
-
 def is_plain(model, optimizer):
     """Whether nothing is left on an optimizer and its parameters."""
     hooks = [getattr(one, "_post_accumulate_grad_hooks", None) for one in model.parameters()]
@@ -156,7 +130,7 @@ def test_the_predicted_peak_is_the_measured_one(way, kind, optimizer, begun):
     assert equal(before, [*model.parameters(), steps_on.state_dict()["state"]])
     plan.apply(model)
     train(model, steps_on, loss_of, 2)
-    assert measured_peak(kind, model, steps_on) == plan.peak_bytes
+    assert measured_peak(model, steps_on, loss_of, MODELS[kind][2]) == plan.peak_bytes
     plain, plain_steps_on, _ = made(kind, optimizer, steps=begun + 3)
     assert equal([*model.parameters()], [*plain.parameters()])
     plan.remove(model)
@@ -194,7 +168,7 @@ def test_a_plan_for_several_backwards_clips_by_value_and_releases_in_the_last(tm
     for _ in range(2):
         loss_of(model).backward()
     torchremat.last_microbatch(steps_on)
-    assert measured_peak("gpt", model, steps_on, keeps_gradients=True) <= plan.peak_bytes
+    assert measured_peak(model, steps_on, loss_of, ROWS, keeps_gradients=True) <= plan.peak_bytes
     with pytest.raises(UnsupportedError, match=r"last_microbatch\(\) was not called"):
         accumulated(model, steps_on, loss_of)
     plan.remove(model)
@@ -463,7 +437,7 @@ def test_fit_confirms_by_a_real_step(below):
     )
 
     train(model, optimizer, loss_of, 1)
-    assert measured_peak("gpt", model, optimizer) <= smallest
+    assert measured_peak(model, optimizer, loss_of, ROWS) <= smallest
     torchremat.unwrap(model)
 
 

@@ -1,7 +1,6 @@
 """The state of optimizers in stores."""
 
 import copy
-import gc
 import io
 import os
 import pickle
@@ -15,7 +14,7 @@ from torch import nn, optim
 
 import torchremat
 from forked import run_main
-from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Lion, Loop, equal, in_memory, loss_of, net, plain_end
+from optimizing.loops import KINDS, STEPS, ByTheNormOfAll, Lion, Loop, adamw, equal, in_memory, loss_of, net, plain_end
 from probes.memory import record_allocations
 from torchremat import (
     Compressed,
@@ -39,10 +38,6 @@ STORES = {
     "tiers": lambda: Tiers(Host("8KiB"), Disk()),
     "compressed": lambda: Compressed(Host()),
 }
-
-
-def adamw(model):
-    return optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def into(store, *, releases=False, min_bytes=64):
@@ -554,19 +549,16 @@ def test_refusals():
         offload_optimizer(optimizer, Host())
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("releases", [False, True])
 def test_an_optimizer_that_is_dropped_takes_its_state_along(releases):
     host = Host()
     loop = Loop(adamw, into(host, releases=releases)).run(stop=2)
     assert host.statistics.stored_bytes > 0
     gone = weakref.ref(loop.optimizer)
-    gc.disable()
-    try:
-        del loop.schedule, loop.optimizer, loop.prepared
-        assert gone() is None
-        assert host.statistics.stored_bytes == 0
-    finally:
-        gc.enable()
+    del loop.schedule, loop.optimizer, loop.prepared
+    assert gone() is None
+    assert host.statistics.stored_bytes == 0
 
 
 def test_it_is_public():

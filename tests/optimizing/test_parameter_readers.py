@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import multiprocessing
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -340,36 +341,27 @@ def test_an_interrupted_forward_leaves_no_hooks(places):
     assert equal(gradients(model), gradients(plain))
 
 
-def test_an_interrupt_below_the_hooks_of_others_leaves_none():
-    # Ours lay below those of the region in which the next forward ran, and could not be taken away there.
+@pytest.mark.parametrize(
+    ("around", "after"),
+    [
+        # Ours lay below those of the region in which the next forward ran, and could not be taken away there.
+        (nullcontext, lambda model, plain: (checkpoint(forward, model).backward(), gradients(plain))),
+        # The block takes away ours, which lie on top.
+        (torch.autograd.graph.save_on_cpu, lambda model, plain: (gradients(plain), gradients(model))),
+    ],
+    ids=["below the hooks of a region", "within those of a block"],
+)
+def test_an_interrupt_leaves_no_hooks_among_those_of_others(around, after):
     (model, _), (plain, _) = chain(Host()), chain()
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     hook = model[2][0].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), around():
         forward(model)
     hook.remove()
-    checkpoint(forward, model).backward()
-    gradients(plain)
-
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_the_hooks_around_an_interrupted_forward_go_as_well():
-    # Their block takes away ours, which lie on top.
-    (model, _), (plain, _) = chain(Host()), chain()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    hook = model[2][0].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), torch.autograd.graph.save_on_cpu():
-        forward(model)
-    hook.remove()
-    gradients(plain)
-    gradients(model)
+    after(model, plain)
 
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

@@ -12,8 +12,8 @@ from torch.nn.utils import parameters_to_vector
 
 import torchremat
 from optimizing.chains import LAYER, LAYERS, chain, forward, gradients, stored, values
-from optimizing.loops import KINDS, STEPS, WIDTH, Loop, equal, loss_of, net, plain_end
-from optimizing.test_offload import STORES, adamw
+from optimizing.loops import KINDS, STEPS, WIDTH, Loop, adamw, equal, loss_of, net, plain_end
+from optimizing.test_offload import STORES
 from torchremat import (
     Disk,
     Host,

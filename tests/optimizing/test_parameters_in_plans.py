@@ -12,9 +12,7 @@ from torch.nn import functional as F
 import torchremat
 from models import GPT, UNet
 from optimizing.chains import stored
-from optimizing.loops import equal
-from planning.steps import with_declared_speed
-from probes.memory import record_allocations
+from optimizing.loops import equal, measured_peak, train
 from probes.planning import SteppingSeconds, room_bytes, ways_of_stepping
 from torchremat import (
     BudgetError,
@@ -29,20 +27,16 @@ from torchremat import (
     codecs,
     guard,
 )
-from torchremat.interop.request import MemoryBudget
+from torchremat.interop.training import MemoryBudget
 from torchremat.policies import save_smaller_than
 from torchremat.stores.base import land
+
+pytestmark = pytest.mark.usefixtures("declared_speed")
 
 ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 SMALL = Disk(limit=2**24)
 POINTS = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _declared_speed():
-    with with_declared_speed():
-        yield
 
 
 def gpt(blocks=2):
@@ -93,28 +87,9 @@ def made(kind="gpt", *, steps=0):
     return model, optimizer, loss_of
 
 
-def train(model, optimizer, loss_of, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-
 def all_stores():
     store = Disk()
     return {"release_gradients": True, "optimizer_store": store, "parameter_store": store}
-
-
-def measured_peak(model, optimizer, loss_of, batch):
-    """The bytes of a whole step at its peak, as the allocator has them."""
-    optimizer.zero_grad()
-    entries = [one for state in dict.values(optimizer.state) for one in dict.values(state)]
-    held = [one for one in model.parameters() if type(one) is nn.Parameter]
-    held += [*model.buffers(), batch, *entries]
-    with record_allocations(torch.device("cpu")) as recorder:
-        loss_of(model).backward()
-        optimizer.step()
-    return sum(one.nbytes for one in held if isinstance(one, torch.Tensor)) + recorder.trace.peak_bytes
 
 
 @pytest.mark.parametrize(("kind", "alone"), [("gpt", False), ("tied", True), ("unet", False), ("frozen", True)])

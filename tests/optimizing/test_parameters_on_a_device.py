@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 import torchremat
-from optimizing.loops import equal
+from optimizing.loops import equal, nothing, trained_on_streams
 from torchremat import Disk, Host, offload_optimizer, offload_parameters, release_gradients
 
 pytestmark = pytest.mark.gpu
@@ -13,10 +13,6 @@ pytestmark = pytest.mark.gpu
 LAYERS, WIDTH = 6, 128
 LAYER = WIDTH * WIDTH * 4
 BLOCK = 512  # of the allocator, for the NaN that all share
-
-
-def nothing(model, optimizer):
-    """The plain loop."""
 
 
 def parameters(model, optimizer):
@@ -38,32 +34,12 @@ def net():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
 
 
-def trained(prepare, *, on_two_streams):
-    """What four steps end with; one layer may work on a stream of its own."""
-    model = net()
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
-    prepare(model, optimizer)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    for number in range(4):
-        optimizer.zero_grad()
-        x = model[0](number * torch.ones(2, WIDTH, device="cuda"))
-        stream = side if on_two_streams else main
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            x = model[1](x)
-        main.wait_stream(stream)
-        model[2:](x).square().sum().backward()
-        optimizer.step()
-    torch.cuda.synchronize()
-    return [p.detach().cpu() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("on_two_streams", [False, True], ids=["one stream", "two streams"])
 @pytest.mark.parametrize("prepare", [parameters, on_disk, all_three], ids=lambda one: one.__name__)
 def test_a_run_is_bit_for_bit_the_plain_one(prepare, on_two_streams):
-    own = trained(prepare, on_two_streams=on_two_streams)
+    own = trained_on_streams(net(), prepare, on_two_streams=on_two_streams)
 
-    assert equal(own, trained(nothing, on_two_streams=on_two_streams))
+    assert equal(own, trained_on_streams(net(), nothing, on_two_streams=on_two_streams))
 
 
 def test_what_waits_takes_no_memory_of_the_device():

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from torch import nn, optim
-from torch.utils._pytree import tree_leaves
 
 import torchremat
 from models import GPT
-from optimizing.loops import Preconditioned, equal
+from optimizing.loops import Preconditioned, equal, measured_peak, train
 from optimizing.test_offload import into
-from probes.memory import record_allocations
 from torchremat import Disk, release_gradients
 
 ROWS = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
@@ -35,26 +33,8 @@ def trained(prepare, *, steps, plan=None, make=adamw):
     if plan is not None:
         plan.apply(model)
     for _ in range(steps):
-        step(model, optimizer)
+        train(model, optimizer, loss_of, 1)
     return model, optimizer, prepared
-
-
-def step(model, optimizer):
-    optimizer.zero_grad()
-    loss_of(model).backward()
-    optimizer.step()
-
-
-def measured_peak(model, optimizer, *, keeps_gradients=False):
-    """The bytes of a whole step at its peak, as the allocator has them. Gradients that stay are there before it."""
-    optimizer.zero_grad(set_to_none=not keeps_gradients)
-    entries = [one for state in dict.values(optimizer.state) for one in tree_leaves(list(dict.values(state)))]
-    held = [*model.parameters(), ROWS, *(one for one in entries if isinstance(one, torch.Tensor))]
-    held += [one.grad for one in model.parameters() if one.grad is not None]
-    with record_allocations(torch.device("cpu")) as recorder:
-        loss_of(model).backward()
-        optimizer.step()
-    return sum(one.nbytes for one in held) + recorder.trace.peak_bytes
 
 
 PREPARED = {
@@ -88,9 +68,9 @@ def test_a_plan_counts_what_is_there(prepare, gradients, begun, make, share):
         # Of the state of layers that are smaller than 1 KiB, and the counts of steps.
         assert (plan.before_bytes["optimizer"] < 2**16) == stored
         plan.apply(model)
-        step(model, optimizer)
+        train(model, optimizer, loss_of, 1)
         keeps = begun and prepare is PREPARED["stored"][0]
-        measured = measured_peak(model, optimizer, keeps_gradients=keeps)
+        measured = measured_peak(model, optimizer, loss_of, ROWS, keeps_gradients=keeps)
         plan.remove(model)
         # Those that may wait have not come yet at the peak.
         assert measured == plan.peak_bytes - (0 if keeps else plan.before_bytes["gradients"])
@@ -109,8 +89,8 @@ def test_an_empty_entry_is_no_state(prepare):
 
     assert [*optimizer.state] == [*model.parameters()] and not any(optimizer.state.values())
     plan.apply(model)
-    step(model, optimizer)
-    assert measured_peak(model, optimizer) == plan.peak_bytes - plan.before_bytes["gradients"]
+    train(model, optimizer, loss_of, 1)
+    assert measured_peak(model, optimizer, loss_of, ROWS) == plan.peak_bytes - plan.before_bytes["gradients"]
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
@@ -129,13 +109,13 @@ def test_state_that_comes_ahead_is_counted_before_it_exists(begun):
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     into(Disk(), releases=True, min_bytes=1024)(model, optimizer)
     for _ in range(2 if begun else 0):
-        step(model, optimizer)
+        train(model, optimizer, loss_of, 1)
 
     plan = torchremat.plan(model, loss_of, budget="min", optimizer=optimizer)
 
     plan.apply(model)
-    step(model, optimizer)
-    measured = measured_peak(model, optimizer)
+    train(model, optimizer, loss_of, 1)
+    measured = measured_peak(model, optimizer, loss_of, ROWS)
     assert measured == plan.peak_bytes
 
 
@@ -173,4 +153,4 @@ def test_a_fitted_step_is_within_its_budget():
 
     torchremat.fit(model, loss_of, budget=plan.budget_bytes, optimizer=optimizer)
 
-    assert measured_peak(model, optimizer) <= plan.budget_bytes
+    assert measured_peak(model, optimizer, loss_of, ROWS) <= plan.budget_bytes

@@ -8,18 +8,13 @@ from torch.nn import functional as F
 import torchremat
 from logs import Log
 from optimizing.chains import stored
-from optimizing.loops import equal
-from optimizing.test_parameters_in_plans import KINDS, ROWS, SMALL, made, measured_peak, rows_of, train
-from planning.steps import with_declared_speed
+from optimizing.loops import equal, measured_peak, train
+from optimizing.test_parameters_in_plans import KINDS, ROWS, SMALL, made, rows_of
 from probes.planning import trace
 from torchremat import Disk, Host, Pipe, Plan, PlanError, UnsupportedError, offload_parameters
 from torchremat.pipeline import plan_stages
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _declared_speed():
-    with with_declared_speed():
-        yield
+pytestmark = pytest.mark.usefixtures("declared_speed")
 
 
 def planner_of(model, optimizer, **options):

@@ -4,11 +4,10 @@ import gc
 
 import pytest
 import torch
-from torch import optim
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from optimizing.loops import Loop, equal, loss_of, net
+from optimizing.loops import Loop, adamw, equal, loss_of, net
 from probes.optimizing import scaled_losses
 from torchremat import UnsupportedError, release_gradients
 
@@ -19,10 +18,6 @@ class Own(GradScaler):
     def scale(self, outputs):
         super().scale(torch.ones(()))
         return outputs * self._scale
-
-
-def adamw(model):
-    return optim.AdamW(model.parameters(), lr=1e-2)
 
 
 SCALERS = {
@@ -82,7 +77,7 @@ def test_a_scaler_that_is_off_and_one_of_another_model_work():
 
 def test_the_classes_are_as_before_when_nothing_is_released(monkeypatch):
     monkeypatch.setattr(scaled_losses, "_watching", set())  # other tests may have left some
-    monkeypatch.setattr(scaled_losses, "_had", [])
+    monkeypatch.setattr(scaled_losses, "_patches", {})
     scale = GradScaler.scale
     first, second = net(), net()
     optimizers = adamw(first), adamw(second)

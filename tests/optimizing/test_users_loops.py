@@ -15,12 +15,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from optimizing.loops import equal, loss_of, net
+from optimizing.loops import adamw, equal, loss_of, net, nothing, values
 from torchremat import Host, offload_optimizer, release_gradients
-
-
-def nothing(model, optimizer):
-    """The plain loop."""
 
 
 def stored(model, optimizer):
@@ -30,14 +26,6 @@ def stored(model, optimizer):
 def both(model, optimizer):
     release_gradients(model, optimizer)
     stored(model, optimizer)
-
-
-def adamw(model):
-    return optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def step(model, optimizer, number):

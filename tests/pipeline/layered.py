@@ -58,3 +58,14 @@ def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     return len(one) == len(other) and all(
         a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
+
+
+def nodes(*outputs: Tensor) -> list[str]:
+    """The names of all nodes of a graph."""
+    found, pending = {}, [output.grad_fn for output in outputs]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            pending += [following for following, _ in node.next_functions]
+    return list(found.values())

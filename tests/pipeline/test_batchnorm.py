@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from logs import Count
+from pipeline.layered import equal
 from torchremat import checkpoint, checkpointed, is_recomputing, measure
 from torchremat.errors import ScheduleError, UnsupportedError
 from torchremat.pipeline.batchnorm import (
@@ -22,10 +23,6 @@ from torchremat.policies import everything_saved, save_matmuls
 
 def statistics(module):
     return [module.running_mean.clone(), module.running_var.clone(), module.num_batches_tracked.clone()]
-
-
-def equal(some, others):
-    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def close(some, others, **tolerance):

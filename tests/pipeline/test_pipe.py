@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import torchremat
 from logs import Count, Log
-from pipeline.layered import Noted, equal, gradients, layers, plainly
+from pipeline.layered import Noted, equal, gradients, layers, nodes, plainly
 from probes.pipelines import CpuStream, copying
 from probes.regions import current_graph_task
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
@@ -24,17 +23,6 @@ from turns import in_turn
 
 CPUS = ["cpu"] * 8
 MODES = ["always", "except_last", "never"]
-
-
-def nodes(output: Tensor) -> list[str]:
-    """The names of all nodes of a graph."""
-    found, pending = {}, [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            pending += [following for following, _ in node.next_functions]
-    return list(found.values())
 
 
 # ------------------------------------------------------------------------------------------------------- gradients
@@ -487,6 +475,7 @@ def test_an_error_in_any_cell_arrives_with_its_place_and_leaves_nothing(stage, n
     pipe(torch.rand(3, 4)).sum().backward()  # it works again
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_an_error_is_gone_with_its_tensors_without_the_cycle_collector():
     held = []
 
@@ -496,15 +485,10 @@ def test_an_error_is_gone_with_its_tensors_without_the_cycle_collector():
             return super().forward(x)
 
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Holds(2, ValueError)), [1, 1], devices=CPUS, chunks=3)
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(ValueError, match="on purpose") as caught:
-            pipe(torch.rand(3, 4))
-        del caught
-        assert [one() for one in held] == [None, None]
-    finally:
-        gc.enable()
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        pipe(torch.rand(3, 4))
+    del caught
+    assert [one() for one in held] == [None, None]
 
 
 def test_an_error_stops_later_clocks():

@@ -15,11 +15,11 @@ from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, s
 from planning.steps import in_parts, mixtures, profile, random_loads, random_tree, text, with_cuts, with_declared_speed
 from probes.memory import run_backward, subject_of
 from probes.planning import KeepNode, divisible, mixed, options_of, weighed
-from stages.test_split_backward import GRAD, STAGES, forward
+from stages.test_split_microbatch import GRAD, STAGES, forward
 from torchremat import Host, Session, session
 from torchremat._compat.pipelining import run_input_pass
-from torchremat.stages.samples import received
-from torchremat.stages.split_backward import SplitBackward
+from torchremat.stages.samples import receive
+from torchremat.stages.split_microbatch import SplitBackward
 from turns import in_turn
 
 PARTS = {
@@ -171,7 +171,7 @@ def test_regions_that_are_recomputed_ahead_are_what_the_simulator_says(name):
 def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
     torch.manual_seed(0)
     module, rng = STAGES[name](), random.Random(name)
-    pair = profile(module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]))
+    pair = profile(module, lambda module: receive(forward(module).outputs[0], held=True, grads=[GRAD]))
     split = SplitBackward(module, forward, pair)
     sessions, events = [], []
 
@@ -190,7 +190,7 @@ def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
         ours = executed(run, module, own, tree)
         sessions.pop().close()
 
-        # Tensors go one by one here, and those that weights need go later: `tests/stages/test_split_backward.py` has
+        # Tensors go one by one here, and those that weights need go later: `tests/stages/test_split_microbatch.py` has
         # their bytes.
         ours, theirs = (
             [event for event in told if not event.startswith("drop")]

@@ -1,6 +1,5 @@
 """What a policy does in a region: counts of operators, bytes that are held, and gradients against the plain run."""
 
-import gc
 import pickle
 import weakref
 from contextlib import nullcontext
@@ -194,6 +193,7 @@ def test_what_no_recompute_reaches_is_not_held():
     assert held == 3 * 16 * 4  # of the first linear layer; the second one's output is needed by nobody
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_taken_values_are_gone_after_their_last_use():
     kept = Log()
 
@@ -206,16 +206,12 @@ def test_taken_values_are_gone_after_their_last_use():
     y = checkpointed(function, policy=save_matmuls)(x)
 
     assert kept[0]() is not None
-    gc.disable()
-    try:
-        grads = []
-        y.register_hook(lambda grad: grads.append(kept[0]() is None))
-        y.sum().backward(retain_graph=True)
-        assert kept[0]() is not None
-        y.sum().backward()
-        assert kept[0]() is None
-    finally:
-        gc.enable()
+    grads = []
+    y.register_hook(lambda grad: grads.append(kept[0]() is None))
+    y.sum().backward(retain_graph=True)
+    assert kept[0]() is not None
+    y.sum().backward()
+    assert kept[0]() is None
 
 
 def test_taken_values_are_gone_when_the_recompute_has_ended():
@@ -236,19 +232,17 @@ def test_taken_values_are_gone_when_the_recompute_has_ended():
     assert alive == [True, False]
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_dropped_graph_frees_what_is_kept_without_the_collector():
     block, x = block_and_input()
-    gc.disable()
-    try:
-        with Counted() as counted:
-            y = checkpointed(block, policy=everything_saved)(x)
-            assert counted.live_bytes(without=y) > 0
-            del y
-        assert counted.live_bytes() == 0
-    finally:
-        gc.enable()
+    with Counted() as counted:
+        y = checkpointed(block, policy=everything_saved)(x)
+        assert counted.live_bytes(without=y) > 0
+        del y
+    assert counted.live_bytes() == 0
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("goes_backward", [True, False])
 def test_a_policy_goes_with_its_graph(goes_backward):
     # Who sees operators and the block in which they are seen had each other, with the policy and all that was kept.
@@ -259,17 +253,13 @@ def test_a_policy_goes_with_its_graph(goes_backward):
     block, x = block_and_input()
     policy = Policy()
     alive = weakref.ref(policy)
-    gc.disable()
-    try:
-        y = checkpointed(block, policy=policy)(x)
-        del policy
-        assert alive() is not None
-        if goes_backward:
-            y.sum().backward()
-        del y
-        assert alive() is None
-    finally:
-        gc.enable()
+    y = checkpointed(block, policy=policy)(x)
+    del policy
+    assert alive() is not None
+    if goes_backward:
+        y.sum().backward()
+    del y
+    assert alive() is None
 
 
 # ------------------------------------------------------------------------------------------------------ in place

@@ -6,9 +6,9 @@ from torchremat.pipeline import copying, workers
 from torchremat.pipeline.balance import costs
 from torchremat.pipeline.cells import precede
 from torchremat.pipeline.events import PipelineEvent, pieces
-from torchremat.pipeline.prediction import costs_of, predict
+from torchremat.pipeline.predictions import costs_of, predict
 from torchremat.pipeline.skip import portals
 from torchremat.pipeline.workers import spawn_workers
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.pipelines import recomputing
-from torchremat.stages.samples import received
+from torchremat.stages.samples import receive

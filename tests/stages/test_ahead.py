@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from probes.memory import record_allocations
-from probes.pipelines import SumsPrediction, received, shares
+from probes.pipelines import SumsPrediction, receive, shares
 from probes.planning import KeepNode, RegionNode, plan_of
 from torchremat import Planner, Session
 
@@ -40,7 +40,7 @@ STAGES = {
 
 
 def forward(module):
-    return received(module(X.detach().requires_grad_()), held=True, grads=[GRAD])
+    return receive(module(X.detach().requires_grad_()), held=True, grads=[GRAD])
 
 
 def measured(module, count):

@@ -1,4 +1,3 @@
-import gc
 import threading
 import time
 import weakref
@@ -310,20 +309,17 @@ def test_storages_are_gone_after_the_forward(name):
     y.backward()
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_graph_that_is_dropped_leaves_nothing():
     store = Memory()
-    gc.disable()
-    try:
-        with offload(store):
-            h = leaf(32, 32).sin()
-            y = h.exp().softmax(0) @ h.t()
-        assert store.live
+    with offload(store):
+        h = leaf(32, 32).sin()
+        y = h.exp().softmax(0) @ h.t()
+    assert store.live
 
-        del y, h
+    del y, h
 
-        assert not store.live
-    finally:
-        gc.enable()
+    assert not store.live
 
 
 def test_a_forward_that_raises_leaves_nothing():
@@ -616,19 +612,16 @@ def test_a_vmapped_function_runs_inside():
     assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_what_waits_to_be_filled_is_no_cycle():
     # The record held what it was still to store by the packed object, which holds the record.
     catalog, tensor = Catalog(Memory()), torch.randn(32, 32)
-    gc.disable()
-    try:
-        packed = catalog.put(tensor)
-        storage = weakref.ref(tensor.untyped_storage())
+    packed = catalog.put(tensor)
+    storage = weakref.ref(tensor.untyped_storage())
 
-        del packed, tensor
+    del packed, tensor
 
-        assert storage() is None
-    finally:
-        gc.enable()
+    assert storage() is None
 
 
 def test_a_catalog_by_storage_takes_whole_storages_or_nothing_and_not_before_it_settles():

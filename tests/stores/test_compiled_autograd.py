@@ -183,24 +183,20 @@ def test_a_graph_that_is_retained_gives_its_tensors_again(backend):
     assert graphs() == 1
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_nothing_outlives_its_graph(backend, retain_graph):
-    gc.collect()
-    gc.disable()
     before = {id(one) for one in gc.get_objects() if type(one) is Stored}  # a traceback of another test may hold some
-    try:
-        for _ in range(2):
-            store, leaves = Host(), leaves_of()
-            with offload(store, min_bytes=0):
-                loss = matmuls(leaves[0], leaves[1:]).sum()
-            with compiled.compiled(backend):
-                loss.backward(retain_graph=retain_graph)
-            del loss
-            assert [one for one in gc.get_objects() if type(one) is Stored and id(one) not in before] == []
-            assert store.statistics.stored_bytes == 0
-    finally:
-        gc.enable()
+    for _ in range(2):
+        store, leaves = Host(), leaves_of()
+        with offload(store, min_bytes=0):
+            loss = matmuls(leaves[0], leaves[1:]).sum()
+        with compiled.compiled(backend):
+            loss.backward(retain_graph=retain_graph)
+        del loss
+        assert [one for one in gc.get_objects() if type(one) is Stored and id(one) not in before] == []
+        assert store.statistics.stored_bytes == 0
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -1,7 +1,6 @@
 """Every store does what is asked of a store."""
 
 import copy
-import gc
 import pickle
 import random
 import threading
@@ -15,17 +14,11 @@ from stores.conformance import DTYPES, PLACES, PROGRAMS, SHAPES, STORES, filled,
 from torchremat import MutationError, StoreError, checkpointed, policies
 from turns import in_turn
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 ALL = list(STORES)
 WITH_LIMIT = [name for name, maker in STORES.items() if maker.has_limit]
 COPYING = [name for name, maker in STORES.items() if maker.copies]
-
-
-@pytest.fixture(autouse=True)
-def _no_collector():
-    # Nothing that a store does may need it.
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,6 +1,5 @@
 """The watch that finds out, while the forward runs, which saved tensors need less."""
 
-import gc
 import threading
 from contextlib import contextmanager
 from weakref import ref
@@ -15,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchremat
 from logs import Count, Log
 from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, Tiers, offload
+
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 class Noting:
@@ -35,15 +36,6 @@ def narrowing(store=None):
 
 def whole(entered):
     return entered.catalog.store.store.whole
-
-
-@pytest.fixture(autouse=True)
-def _no_collector():
-    # Nothing may need it.
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def vgg():

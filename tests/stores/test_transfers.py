@@ -52,7 +52,8 @@ class Pretended:
         self.log, self.events = [], []
         self.names = iter(["out", "in"])
         self.current = Stream(self, "current")
-        monkeypatch.setattr("torchremat.stores.transfers.accelerator_of", lambda _: self)
+        for module in ("_compat.streams", "stores.transfers"):
+            monkeypatch.setattr(f"torchremat.{module}.accelerator_of", lambda _: self)
         monkeypatch.setattr(
             "torchremat.stores.transfers.record_stream",
             lambda _, stream: self.log.append(f"the allocator waits for {stream.name}"),

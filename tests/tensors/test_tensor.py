@@ -1,7 +1,5 @@
 """What is special to a `SavedTensor`; what it shares with autograd's own is compared with that in another file."""
 
-import gc
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -11,14 +9,7 @@ from logs import Count
 from torchremat import SavedTensor, UnsupportedError, checkpoint
 from versions import NEEDS_SAVED_TENSORS
 
-pytestmark = NEEDS_SAVED_TENSORS
-
-
-@pytest.fixture(autouse=True)
-def _no_collector():
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = [NEEDS_SAVED_TENSORS, pytest.mark.usefixtures("no_collector")]
 
 
 def computed():

@@ -11,9 +11,9 @@ tensors.py            reference counts of tensors and storages, subclasses, and 
 checkpoints.py        private state of torch's own checkpoint
 operators.py          operators by name, and flops of attention with groups of heads
 accelerators.py       the capabilities of each kind of device, and the devices that this process uses
+streams.py            the stream that the caller works on, and how one waits for another
 flags.py              settings that decide which kernel computes a number
-modules.py            the common class of batch norms, and state of modules outside of the modules
-weak.py               a dict whose keys are weak and compared by identity
+modules.py            the class of batch norms, state of modules outside of them, and a dict for notes about modules
 modes.py              function and dispatch modes
 fakes.py              tensors without data
 transforms.py         torch.func, forward-mode differentiation, batched gradients

@@ -30,6 +30,10 @@ class CpuStream:
 
     device = torch.device("cpu")
 
+    def wait_event(self, event: torch.Event) -> None:
+        """Wait until an event of a device has fired."""
+        event.synchronize()
+
     def __repr__(self) -> str:
         return "CPU_STREAM"
 
@@ -363,15 +367,6 @@ def taken_bytes(memory: UntypedStorage) -> int:
     """Return the device bytes that a storage takes: its size, rounded up as the allocator does."""
     block_bytes = accelerator_of(memory.device).block_bytes
     return -(-memory.nbytes() // block_bytes) * block_bytes
-
-
-def record_stream(tensor: Tensor, stream: Stream) -> None:
-    """Keep the memory of a tensor from being reused before a stream is done with it."""
-    if isinstance(stream, CpuStream) or accelerator_of(tensor.device).is_host:
-        return
-    # For a view, torch would record an address inside of the block, which its allocator does not know.
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    whole.record_stream(stream)
 
 
 def accelerators() -> list[Accelerator]:

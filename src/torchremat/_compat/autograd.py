@@ -65,6 +65,26 @@ python_node: type = _bind("autograd.function.BackwardCFunction")
 # Runs a function when the running backward has ended. Autograd drops the function if the backward raises.
 at_end_of_backward: Callable[[Callable[[], None]], None] = _bind("autograd.Variable._execution_engine.queue_callback")
 
+
+def enter_backward(entered: set[int], at_end: Callable[[int], object] | None = None) -> None:
+    """Add the backward that runs, if one does, to those that were `entered`, until it ends.
+
+    Args:
+        entered: The graph tasks of backwards that were entered. One that raises stays.
+        at_end: Is called with the graph task when it is no longer among them.
+    """
+    task = current_graph_task()
+    if task >= 0 and task not in entered:
+        entered.add(task)
+        at_end_of_backward(partial(_leave_backward, entered, task, at_end))
+
+
+def _leave_backward(entered: set[int], task: int, at_end: Callable[[int], object] | None) -> None:
+    entered.discard(task)
+    if at_end is not None:
+        at_end(task)
+
+
 _leaf = torch.ones((), device="cpu", requires_grad=True)
 
 

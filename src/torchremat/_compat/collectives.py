@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat.binding import overridden, private
+from torchremat._compat.binding import overridden, private, subclasses_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +86,7 @@ def exchanges_noted(note: Callable[[Ranks], object]) -> Generator[None]:
             note(ranks_of(cast("ProcessGroup", group), other))
 
     with ExitStack() as stack:
-        for kind in _kinds_of_groups(torch.distributed.ProcessGroup):
+        for kind in subclasses_of(torch.distributed.ProcessGroup):
             calls = {name: call for name, call in vars(kind).items() if is_exchange(name, call)}
             own = {name: (_noting_two if name in _OF_TWO else _noting)(call, seen) for name, call in calls.items()}
             stack.enter_context(overridden([kind], **own))
@@ -95,12 +95,6 @@ def exchanges_noted(note: Callable[[Ranks], object]) -> Generator[None]:
             own = {name: InPlaceOf(getattr(packets, name), partial(_noting_groups, seen)) for name in names}
             stack.enter_context(overridden([packets], **own))
         yield
-
-
-def _kinds_of_groups(kind: type) -> Iterator[type]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from _kinds_of_groups(one)
 
 
 def is_exchange(name: str, call: object) -> bool:
@@ -156,14 +150,11 @@ def _group_of(argument: object) -> object | None:
             return None
     if isinstance(argument, str):
         try:
-            return cast("object", _resolved(argument))
+            resolve = private("_C._distributed_c10d._resolve_process_group", needed_for="seeing who communicates")
+            return cast("object", resolve(argument))
         except (RuntimeError, ValueError):  # another string: what to sum up by
             return None
     return None
-
-
-def _resolved(name: str) -> Any:
-    return private("_C._distributed_c10d._resolve_process_group", needed_for="seeing who communicates")(name)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The common class of torch's batch norms, and the state that torch keeps about modules outside of the modules."""
+"""The class of batch norms, state that torch keeps about modules outside of them, a dict for notes about modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.nn.utils import parametrize
 from torchremat._compat.binding import private
 
 if TYPE_CHECKING:
+    from weakref import WeakKeyDictionary as WeakIdentityDict
+
     import torch
     from torch import Tensor
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 else:
     AnyBatchNorm = private("nn.modules.batchnorm._BatchNorm", needed_for="DeferredBatchNorm")
+    # A module may have an `==` of its own, which compares its parameters. A dict with plain keys compares by identity
+    # first, and one with weak keys does not.
+    WeakIdentityDict = private("utils.weak.WeakIdKeyDictionary", needed_for="keeping notes about modules")
 
 
 _NAMES = (
@@ -52,3 +57,6 @@ hooks_of_all_modules = [
 
 # Where `torch.nn.utils.parametrize.cached` keeps its computed weights, and whether it does.
 cached_weights = parametrize.__dict__, ("_cache", "_cache_enabled")
+
+
+__all__ = ["AnyBatchNorm", "WeakIdentityDict", "cached_weights", "hooks_of_all_modules"]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchremat._compat.binding import private
+from torchremat._compat.binding import overridden, private
 from torchremat.errors import UnsupportedError
 
 
@@ -187,11 +187,8 @@ def transforms_beside_hooks(seen: Callable[[], None] = lambda: None) -> Generato
             seen()
         disable(message, fail_if_non_empty)
 
-    _HOOKS._saved_tensors_hooks_disable = disabled
-    try:
+    with overridden([_HOOKS], _saved_tensors_hooks_disable=disabled):
         yield
-    finally:
-        _HOOKS._saved_tensors_hooks_disable = disable
 
 
 def left_to_transform(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:

@@ -147,7 +147,9 @@ def _uncounted() -> Generator[None]:
 
 
 def _read(lowered: Any, code: str) -> Wrapper:
-    hints = {str(symbol): int(value) for symbol, value in _symbols(lowered.sizevars.shape_env).items()}
+    environment = lowered.sizevars.shape_env
+    symbols = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+    hints = {str(symbol): int(value) for symbol, value in symbols.items()}
 
     def numbers(values: Sequence[object]) -> list[int]:
         return [_number(one, hints) for one in values]
@@ -163,11 +165,6 @@ def _read(lowered: Any, code: str) -> Wrapper:
     ]
     origins = {name: [node.name for node in buffer.get_origins()] for name, buffer in lowered.name_to_buffer.items()}
     return Wrapper(code=code, tensors=tensors, hints=hints, strides=strides, origins=origins)
-
-
-def _symbols(environment: Any) -> Mapping[Any, Any]:
-    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
-    return getattr(environment, name)
 
 
 def _number(size: Any, hints: Mapping[str, int]) -> int:

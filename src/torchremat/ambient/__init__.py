@@ -6,6 +6,5 @@ recompute leaves no trace in the thread that runs it.
 global_state.py  autocast, numeric flags, modes and observers, and the lock around what all threads share
 generators.py    torch's random generators
 registry.py      state that users add: the random numbers of Python and NumPy, their own
-handover.py      the state that a worker thread needs from the thread that gives it work
 hidden.py        our own operators, which are hidden from observers of a region
 """

@@ -60,7 +60,7 @@ from torchremat.planning.results.plans import Plan
 from torchremat.planning.training.fitting import fit_with
 from torchremat.planning.training.report import Report
 from torchremat.planning.training.verification import verify
-from torchremat.reports.tables import frontier_table
+from torchremat.reports.frontier_tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.html import check_pages
 from torchremat.views.pictures import check_picture
@@ -158,10 +158,7 @@ def measure_command(
         own.train_once()
         found = measure(own.model, own.step, optimizer=own.optimizer, device=place, accumulates=accumulates)
     _show(found)
-    with _working("drawing"):
-        _write(plot, found.plot)
-        _write(html, found.html)
-        _write(trace, found.trace)
+    _write("drawing", (plot, found.plot), (html, found.html), (trace, found.trace))
 
 
 @app.command("saved")
@@ -177,9 +174,7 @@ def saved_command(
         own = load(target)
         found = saved(own.model, own.step)
     _show(found.text(top))
-    with _working("writing"):
-        _write(out, found.save)
-        _write(html, found.html)
+    _write("writing", (out, found.save), (html, found.html))
 
 
 @app.command("plan")
@@ -216,7 +211,7 @@ def plan_command(
         if save_device is not None:
             planner.save_device(save_device)
     _show(text)
-    _keep(found, out, plot, html, trace)
+    _write("writing", (out, found.save), (plot, found.plot), (html, found.html), (trace, found.trace))
 
 
 @app.command("frontier")
@@ -246,10 +241,7 @@ def frontier_command(
     _out.print(frontier_table(found))
     for remark in found.remarks:
         _show(remark)
-    with _working("writing"):
-        _write(out, found.save)
-        _write(plot, found.plot)
-        _write(html, found.html)
+    _write("writing", (out, found.save), (plot, found.plot), (html, found.html))
 
 
 @app.command("verify")
@@ -313,7 +305,7 @@ def fit_command(
     _show(text)
     _show("")
     _show(report)
-    _keep(found, out, plot, html, trace)
+    _write("writing", (out, found.save), (plot, found.plot), (html, found.html), (trace, found.trace))
     _judge(found, report)
 
 
@@ -340,22 +332,17 @@ def _check_files(*paths: Path | None, plot: Path | None = None, html: Path | Non
         check_pages()
 
 
-def _keep(found: Plan, out: Path | None, plot: Path | None, html: Path | None, trace: Path | None) -> None:
-    with _working("writing"):
-        _write(out, found.save)
-        _write(plot, found.plot)
-        _write(html, found.html)
-        _write(trace, found.trace)
-
-
-def _write(path: Path | None, write: Callable[[Path], None]) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise TargetError(f"{path} cannot be written: {error}.") from error
-    _say(f"wrote {path}")
+def _write(doing: str, *files: tuple[Path | None, Callable[[Path], None]]) -> None:
+    """Write those of some files that were asked for, and say so."""
+    with _working(doing):
+        for path, write in files:
+            if path is None:
+                continue
+            try:
+                write(path)
+            except OSError as error:
+                raise TargetError(f"{path} cannot be written: {error}.") from error
+            _say(f"wrote {path}")
 
 
 def _judge(plan: Plan, report: Report) -> None:

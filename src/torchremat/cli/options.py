@@ -66,10 +66,10 @@ def load(target: str) -> TargetStep:
         raise TargetError(f"{target!r}: expected `module:factory`, like `train:build`.")
     if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
         raise TargetError(f"{module_name!r}: expected the name of a module, like `train`, not of a file.")
-    found: object = _imported(module_name)
+    found: object = _import(module_name)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise TargetError(f"module {module_name!r} has no {path!r}.{_offered(module_name)}")
+            raise TargetError(f"module {module_name!r} has no {path!r}.{_name_functions(module_name)}")
         found = getattr(found, name)
     if not callable(found):
         raise TargetError(f"{target} is a {type(found).__name__}, not a function that returns {SHAPE}.")
@@ -82,7 +82,7 @@ def load(target: str) -> TargetStep:
     return _subject(target, cast("Callable[[], object]", found)())
 
 
-def _imported(name: str) -> object:
+def _import(name: str) -> object:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -96,7 +96,7 @@ def _imported(name: str) -> object:
         ) from error
 
 
-def _offered(module_name: str) -> str:
+def _name_functions(module_name: str) -> str:
     """Return a sentence with the functions that a module defines."""
     names = [
         name
@@ -109,18 +109,18 @@ def _offered(module_name: str) -> str:
 def _subject(target: str, made: object) -> TargetStep:
     parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3):
-        raise TargetError(f"{target} returned {_described(made)}; expected {SHAPE}.")
+        raise TargetError(f"{target} returned {_describe(made)}; expected {SHAPE}.")
     model, step, optimizer = (*parts, None)[:3]
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{target} returned {_described(made)}; the first must be a torch.nn.Module.")
+        raise TargetError(f"{target} returned {_describe(made)}; the first must be a torch.nn.Module.")
     if not callable(step):
-        raise TargetError(f"{target} returned {_described(made)}; the second must be a function, step(model).")
+        raise TargetError(f"{target} returned {_describe(made)}; the second must be a function, step(model).")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TargetError(f"{target} returned {_described(made)}; the third must be a torch.optim.Optimizer.")
+        raise TargetError(f"{target} returned {_describe(made)}; the third must be a torch.optim.Optimizer.")
     return TargetStep(model=model, step=cast("Step", step), optimizer=optimizer)
 
 
-def _described(made: object) -> str:
+def _describe(made: object) -> str:
     if isinstance(made, tuple):
         kinds = ", ".join(type(part).__name__ for part in cast("tuple[object, ...]", made))
         return f"a tuple ({kinds})"

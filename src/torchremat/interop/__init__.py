@@ -4,13 +4,11 @@ torch_checkpoint/  the names of `torch.utils.checkpoint`
 torchgpipe/        the names of torchgpipe
 installing.py      these installed where third-party code has bound torch's
 
-training.py      the parts of a training that a framework supplies, and which of them no plan can be made for
-request.py       what a user asks of a budget for a training that a framework runs; advice in the framework's words
-budgets.py       such a budget
-accumulating.py  the last of several micro-steps, which reduces gradients
-transformers.py  the same as a callback of transformers' Trainer, and of its subclasses
-lightning.py     the same as a callback of Lightning's
-accelerate.py    the same as a replacement of `accelerator.prepare`
+training.py         what a user asks of a budget for a training that a framework runs, and what the framework supplies
+training_budget.py  such a budget
+transformers.py     the same as a callback of transformers' Trainer, and of its subclasses
+lightning.py        the same as a callback of Lightning's
+accelerate.py       the same as a replacement of `accelerator.prepare`
 
 The last three need the package that they are named after, and are imported when they are first asked for.
 """

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.interop.budgets import Budgeted, fitted
-from torchremat.interop.request import BudgetRequest, Words
-from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.training_budget import Budgeted, fitted
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 

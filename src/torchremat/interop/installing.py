@@ -113,7 +113,7 @@ def _exchange(before: Mapping[str, object], after: Mapping[str, object]) -> None
             one.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: no stub has it
 
 
-def _copied(value: object) -> object:
+def _copy(value: object) -> object:
     # See NOTE [ What is put back ]
     if isinstance(value, FunctionType):
         copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__)
@@ -128,4 +128,4 @@ def _copied(value: object) -> object:
 _lock = threading.RLock()
 _open: list[Installation] = []
 _originals: Mapping[str, object] = MappingProxyType({name: getattr(torch_checkpoint, name) for name in _NAMES})
-_installed: Mapping[str, object] = MappingProxyType({name: _copied(getattr(drop_in, name)) for name in _NAMES})
+_installed: Mapping[str, object] = MappingProxyType({name: _copy(getattr(drop_in, name)) for name in _NAMES})

@@ -15,10 +15,9 @@ from torch import nn
 
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
-from torchremat.interop import request
-from torchremat.interop.budgets import Budgeted, NoLossError
-from torchremat.interop.request import Words
-from torchremat.interop.training import Training, check_recomputes_nothing
+from torchremat.interop.training import MemoryBudget as BudgetCallback
+from torchremat.interop.training import Training, Words, check_recomputes_nothing
+from torchremat.interop.training_budget import Budgeted, NoLossError
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.planning.results.plans import Plan
 
@@ -45,7 +44,7 @@ _WORDS = Words(
 )
 
 
-class MemoryBudget(request.MemoryBudget, pl.Callback):
+class MemoryBudget(BudgetCallback, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for; once a larger one comes, each size has its own plan. Parameters are bit for bit the

@@ -23,10 +23,9 @@ from torch import nn
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
-from torchremat.interop import request
-from torchremat.interop.budgets import Budgeted
-from torchremat.interop.request import BudgetRequest, Words
-from torchremat.interop.training import Training, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.training import MemoryBudget as BudgetCallback
+from torchremat.interop.training_budget import Budgeted
 from torchremat.planning.results.plans import Plan
 
 try:
@@ -55,7 +54,7 @@ _COMPILED = (
 _STEPS = ("training_step", "compute_loss", "_get_grad_norm")
 
 
-class MemoryBudget(request.MemoryBudget, transformers.TrainerCallback):
+class MemoryBudget(BudgetCallback, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for; once a larger one comes, each size has its own plan. Parameters are bit for bit the

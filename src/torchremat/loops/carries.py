@@ -112,7 +112,7 @@ class HeldInput(HeldTensor):
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         self._kept = None
-        self._unpack = _unpack
+        self._unpack = bring
         self._alias = self._original = self._attributes = None
 
     @abstractmethod
@@ -129,7 +129,8 @@ class HeldInput(HeldTensor):
         return alias.requires_grad_() if self.requires_grad else alias
 
 
-def _unpack(input: HeldInput) -> Tensor:
+def bring(input: HeldInput) -> Tensor:
+    """Return the tensor of a held input: the hook that unpacks it."""
     return input.bring()
 
 

@@ -33,7 +33,7 @@ from torchremat.measuring.step import (
 from torchremat.measuring.untouched import StateBefore, gradient_leaves, untouched
 from torchremat.measuring.writes import Known, Looking
 from torchremat.regions.rehearsals import rehearsing
-from torchremat.stores.stored_parameters import put_to_rest
+from torchremat.stores.stored_parameters import put_away_all
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class Subject:
             steps: Whether the optimizer may step.
         """
         own = self._undisturbed
-        put_to_rest(one for model in self.models for one in model.parameters())
+        put_away_all(one for model in self.models for one in model.parameters())
         before, own.before = None if steps else own.before, None
         if before is None:
             # Before anything is set aside: copies are on the device as well, and not in the user's own step.

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from torchremat.stores.slots import NEEDS, Shape
+from torchremat.stores.needs import NEEDS, Shape
 
 Need = Literal["shape", "mask"]
 Kind = Literal["saved", "parameter", "buffer", "input", "stored"]

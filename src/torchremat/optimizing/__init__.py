@@ -9,8 +9,7 @@ tombstones.py     what stands in place of a gradient that was freed
 waiting_gradients.py  small gradients, which wait for others and step together with them
 scaled_losses.py  losses that a `GradScaler` has scaled
 release.py        `release_gradients`: each parameter's part of the step, in the backward
-entries.py        the state of one parameter, of which a store has the tensors
-moving.py         state that comes in ahead of its part of the step, and goes out after it
+entries.py        the state of parameters, of which a store has the tensors, and when it comes and goes
 stored_state.py   `offload_optimizer`: the state of an optimizer in a store
 module_runs.py    calls of modules whose parameters wait in a store, and the order in which parameters come back
 parameter_checks.py    models whose parameters cannot wait in a store, with the reasons

@@ -1,4 +1,4 @@
-"""The state of one parameter, of which a store has the tensors.
+"""The state of parameters, of which a store has the tensors, and when it comes and goes.
 
 NOTE [ State that is not in memory ]
 `optimizer.state[parameter]` is a dict, in every optimizer. It becomes a dict that brings a tensor back when it
@@ -12,17 +12,19 @@ same holds for a list or dict among the values, as of SOAP's statistics: it come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from itertools import pairwise
+from typing import Any, TypeAlias, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from torchremat._compat.tensors import holders_in_python, holders_in_torch, holders_of, tensors_in
-from torchremat.stores.base import Content, content_of
+from torchremat.stores.base import Content, content_of, land, settle
 from torchremat.tensors.handles import Handle, Store
-from torchremat.tensors.parts import is_wrapper
+from torchremat.tensors.parts import Rebuild, inner_of, is_wrapper, rebuilding
 
 Holder: TypeAlias = list[Any] | dict[Any, Any]
 
@@ -46,10 +48,6 @@ class StoredEntry:
     def get(self) -> Any:
         """Return the entry, with tensors in fresh memory."""
         return self._bring()
-
-
-class _Rebuilding(Protocol):
-    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
 
 
 class StateEntries(dict[object, object]):
@@ -178,16 +176,16 @@ def _put_away(own: Holder, store: Store, min_bytes: int, left: list[tuple[Handle
                 finally:
                     if len(left) > had:
                         handles = [handle for handle, _ in left[had:]]
-                        _set_item(own, key, StoredEntry(handles, partial(_made_from, inner)))
+                        _set_item(own, key, StoredEntry(handles, partial(_make_from, inner)))
         elif isinstance(held[0], Tensor) and held[0].nbytes >= min_bytes and _is_alone(held):
             tensor = held.pop()
-            stored = _stored(tensor, store, min_bytes)
+            stored = _store(tensor, store, min_bytes)
             if stored is not None:
                 _set_item(own, key, stored)
                 left += [(handle, tensor) for handle in stored.handles]
 
 
-def _made_from(stored: Holder) -> Holder:
+def _make_from(stored: Holder) -> Holder:
     """Return a new list or dict as one was before its tensors were put away, with tensors in fresh memory."""
     items = {key: one.get() if isinstance(one := stored[key], StoredEntry) else one for key in _keys(stored)}
     return list(items.values()) if isinstance(stored, list) else items
@@ -211,7 +209,8 @@ def _set_item(own: Holder, key: Any, value: StoredEntry) -> None:
 def _is_alone(held: list[Tensor]) -> bool:
     """Return whether a tensor, held by this list and by one owner, has no other owner, nor has its memory."""
     if is_wrapper(held[0]):
-        inner = [[getattr(held[0], name)] for name in _names_of(held[0])]
+        parts = inner_of(held[0])
+        inner = [[parts.pop(name)] for name in [*parts]]
         return holders_in_python(held) == 1 and all(
             _is_alone(cast("list[Tensor]", one)) for one in inner if isinstance(one[0], Tensor)
         )
@@ -223,19 +222,14 @@ def _is_alone(held: list[Tensor]) -> bool:
     return holders_in_torch(held[0]) == 0 and holders_in_python(held) == 1 and tensors_in(storage) == 1
 
 
-def _names_of(tensor: Tensor) -> list[str]:
-    return cast("_Rebuilding", tensor).__tensor_flatten__()[0]
-
-
-def _stored(tensor: Tensor, store: Store, min_bytes: int) -> StoredEntry | None:
+def _store(tensor: Tensor, store: Store, min_bytes: int) -> StoredEntry | None:
     if is_wrapper(tensor):
-        names, context = cast("_Rebuilding", tensor).__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
+        inner = inner_of(tensor)
         parts = {name: one for name, one in inner.items() if isinstance(one, Tensor)}
-        found = {name: own for name, one in parts.items() if (own := _stored(one, store, min_bytes)) is not None}
+        found = {name: own for name, one in parts.items() if (own := _store(one, store, min_bytes)) is not None}
         if not found or len(found) < len(parts):
             return None
-        bring = partial(_rebuilt, type(tensor), {**inner, **found}, context, tensor.size(), tensor.stride())
+        bring = partial(_rebuild_stored, {**inner, **found}, rebuilding(tensor))
         return StoredEntry([handle for one in found.values() for handle in one.handles], bring)
     if tensor.nbytes < max(min_bytes, 1):
         return None
@@ -248,6 +242,110 @@ def _back(handle: Handle, content: Content) -> Tensor:
     return content.back(handle.get()).detach()  # for itself: a view would keep its base alive
 
 
-def _rebuilt(kind: Any, inner: Mapping[str, object], *how: object) -> Tensor:
-    parts = {name: one.get() if isinstance(one, StoredEntry) else one for name, one in inner.items()}
-    return kind.__tensor_unflatten__(parts, *how)
+def _rebuild_stored(inner: Mapping[str, object], rebuild: Rebuild) -> Tensor:
+    return rebuild({name: one.get() if isinstance(one, StoredEntry) else one for name, one in inner.items()})
+
+
+State = Mapping[Any, Any]
+
+
+class StateMover:
+    """Moves the state of an optimizer to a store and back: in ahead of its part of the step, and out after it.
+
+    The parts of a step come in the same order in each step: that of backward, or that of the optimizer's groups. For
+    the parts a, b, c:
+
+        a steps    take a │ step │ put a            │ begin b
+        b steps    take b │ step │ put b │ a is out │ begin c
+        c steps    take c │ step │ put c │ b is out
+
+    A store may read a tensor, and fill the memory for one, in threads of its own. What it reads is held here until it
+    is out, and what it fills is allocated here; so bytes come and go at fixed places of the program, and at most two
+    parts' state is in memory, however fast the store is.
+
+    Args:
+        min_bytes: Smaller tensors stay in memory.
+    """
+
+    def __init__(self, store: Store, min_bytes: int) -> None:
+        self.store = store
+        self.min_bytes = min_bytes
+        self._leaving: list[tuple[Handle, Tensor]] = []
+        self._parts: list[tuple[int, list[ReferenceType[StateEntries]]]] = []  # of the open step, in their order
+        self._next: dict[int, list[ReferenceType[StateEntries]]] = {}  # by the first parameter of the part before
+
+    def begin(self, state: State) -> None:
+        """Put away what was read between two steps, or is new: all that is in memory."""
+        for parameter in list(state):
+            self.put_away(state, [parameter])
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether it knows what to bring ahead, from a step before."""
+        return bool(self._next)
+
+    def put_away(self, state: State, parameters: Sequence[Tensor]) -> None:
+        """Put the state of some parameters into the store, and wait until it is out."""
+        self._leave(state, parameters)
+        self._settle()
+
+    def take(self, state: State, parameters: Sequence[Tensor]) -> None:
+        """Bring the state of some parameters back.
+
+        Raises:
+            StoreError: It cannot be brought back.
+        """
+        for one in parameters:
+            entries = state.get(one)
+            if isinstance(entries, StateEntries):
+                entries.bring_back()
+
+    def give(self, state: State, parameters: Sequence[Tensor]) -> None:
+        """Put the state of some parameters, which have stepped, into the store, and begin to bring the next.
+
+        Raises:
+            StoreError: The store is strict and has no room, or its medium failed. What it has not taken is in memory.
+        """
+        before, self._leaving = self._leaving, []
+        entries = self._leave(state, parameters)
+        for handle, _ in before:
+            settle(handle)
+        del before
+        first = id(parameters[0])
+        self._parts.append((first, entries))
+        for one in self._next.get(first, ()):
+            following = one()
+            for handle in () if following is None else following.handles:
+                handle.prefetch()
+
+    def end(self) -> None:
+        """Wait until all is out, and learn the order of the parts."""
+        self._settle()
+        parts, self._parts = self._parts, []
+        self._next = {first: entries for (first, _), (_, entries) in pairwise(parts)}
+
+    def give_back(self, state: State) -> None:
+        """Bring all state back, into plain dicts."""
+        self._settle()
+        for parameter, entries in list(state.items()):
+            if isinstance(entries, StateEntries):
+                cast("dict[Any, Any]", state)[parameter] = entries.copy()
+
+    def _leave(self, state: State, parameters: Sequence[Tensor]) -> list[ReferenceType[StateEntries]]:
+        found: list[ReferenceType[StateEntries]] = []
+        for one in parameters:
+            entries = state.get(one)
+            if type(entries) is dict:
+                entries = StateEntries(cast("dict[object, object]", entries))
+                cast("dict[Any, Any]", state)[one] = entries
+            if isinstance(entries, StateEntries):
+                found.append(ref(entries))
+                self._leaving += entries.put_away(self.store, self.min_bytes)
+        return found
+
+    def _settle(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for handle, _ in leaving:
+            settle(handle)
+        if leaving:
+            land(self.store, all_of_it=True)

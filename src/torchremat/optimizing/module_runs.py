@@ -109,7 +109,7 @@ class SetHooks(NamedTuple):
 
 def _is_of(found: object, pack: object) -> bool:
     # The block of other hooks, left by an interrupt, takes away what lies on top of them: those that hand on to them.
-    return found is pack or (isinstance(pack, partial) and pack.func is _packed and pack.args[0] is found)
+    return found is pack or (isinstance(pack, partial) and pack.func is _pack_copy and pack.args[0] is found)
 
 
 def set_hooks(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> SetHooks | None:
@@ -121,17 +121,17 @@ def set_hooks(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor])
     top = top_saved_tensor_hooks(True)
     if top is None:
         hooks = None if is_transformed() else (except_traced(pack), unpack)
-    elif _module_of(top[1]).startswith(_OURS) or (isinstance(top[0], partial) and top[0].func is _packed):
+    elif _module_of(top[1]).startswith(_OURS) or (isinstance(top[0], partial) and top[0].func is _pack_copy):
         hooks = None
     else:
-        hooks = partial(_packed, top[0]), top[1]
+        hooks = partial(_pack_copy, top[0]), top[1]
     if hooks is None:
         return None
     push_saved_tensor_hooks(*hooks)
     return SetHooks(hooks[0], current_graph_task())
 
 
-def _packed(pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+def _pack_copy(pack: Callable[[Tensor], object], tensor: Tensor) -> object:
     if type(tensor) is nn.Parameter:
         with hiding():
             tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)

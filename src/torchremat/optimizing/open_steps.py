@@ -140,7 +140,7 @@ class OpenStep:
         Raises:
             UnsupportedError: It is not.
         """
-        found = next(self._changed(optimizer, names), None)
+        found = next(self._find_changes(optimizer, names), None)
         if found is not None:
             self._raise(found)
 
@@ -151,7 +151,7 @@ class OpenStep:
             "after step(); or leave the gradients (`release_gradients`). Load a checkpoint before you go on."
         )
 
-    def _changed(self, optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
+    def _find_changes(self, optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
         here = {id(group) for group in optimizer.param_groups}
         if not here.issuperset(self._groups):
             yield "the groups of parameters were replaced"

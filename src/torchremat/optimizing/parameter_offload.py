@@ -24,14 +24,15 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.autograd import current_graph_task, enter_backward
 from torchremat._compat.dynamo import outside_graphs
+from torchremat._compat.streams import use_stream
 from torchremat._compat.transforms import without_wrappers
 from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, set_hooks
 from torchremat.optimizing.parameter_checks import check_around, check_model
-from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, on, settle_all
+from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.stores.base import check_store, land, settle
@@ -72,7 +73,7 @@ class ParameterOffload:
         self._lock = threading.RLock()  # autograd runs a thread for each device
         self._uses = ParameterUses()
         self._back: dict[int, Tensor] = {}  # have come in, and did not leave when they were to
-        self._ends: set[int] = set()  # the backwards at whose end all of `_back` leaves
+        self._backwards: set[int] = set()  # at whose end all of `_back` leaves
         self._leaving: list[Leaving] = []
         self._order = ReturnOrder()
         self._ahead: Tensor | None = None  # what comes ahead of its use
@@ -162,7 +163,7 @@ class ParameterOffload:
                 if one.nbytes >= self._min_bytes and can_leave(one):
                     self._watch(one)
                     stream = self._uses.stream_of(one)
-                    with on(stream):  # which has written it, and may reuse its memory
+                    with use_stream(stream):  # which has written it, and may reuse its memory
                         gone = [] if self._uses.forbid(one) else put_away(one, self.store, self)
                     left += [Leaving(handle, values, stream) for handle, values in gone]
                     if gone:
@@ -189,18 +190,16 @@ class ParameterOffload:
         """Take note of a parameter that is in memory again, and begin to bring the one that followed it last time."""
         self._close_left()
         came_in(parameter)
-        task = current_graph_task()
+        in_backward = current_graph_task() >= 0
         with self._lock:
             self._uses.on_this_stream(parameter)
             if is_read and self._runs.open:
                 self._runs.open[-1].claim(parameter, self._uses.claims)
                 self._runs.open[-1].parameters.append(parameter)
             elif is_read:
-                self._put_away(self._uses.read(parameter, in_backward=task >= 0))
-            if task >= 0 and task not in self._ends:
-                self._ends.add(task)
-                at_end_of_backward(partial(self._end, task))
-            following = self._order.after(parameter, in_backward=task >= 0)
+                self._put_away(self._uses.read(parameter, in_backward=in_backward))
+            enter_backward(self._backwards, self._end_backward)
+            following = self._order.after(parameter, in_backward=in_backward)
             handle = None if following is None else handle_of(following)
             # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
             # What is on its way out is in memory, where `taken_back` finds it, and would be there twice.
@@ -307,8 +306,7 @@ class ParameterOffload:
             with self._lock:
                 self._put_away([parameter])
 
-    def _end(self, task: int) -> None:
-        self._ends.discard(task)
+    def _end_backward(self, _: int) -> None:
         self.end()
 
 

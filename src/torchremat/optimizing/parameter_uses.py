@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import accelerator_of, record_stream
+from torchremat._compat.accelerators import Stream
+from torchremat._compat.streams import current_stream, record_stream, use_stream
 from torchremat.stores.base import settle
-from torchremat.stores.transfers import current_stream
 from torchremat.tensors.handles import Handle
 
 
@@ -32,7 +30,7 @@ class ParameterUses:
         self.claims: Counter[int] = Counter()
         # What each thread has read last, outside of modules, and before that, if it could not leave then.
         self._read: dict[int, list[Tensor]] = {}
-        self._streams: dict[int, torch.Stream] = {}
+        self._streams: dict[int, Stream] = {}
 
     def forbid(self, parameter: Tensor) -> bool:
         """Return whether a parameter must not leave now."""
@@ -64,7 +62,7 @@ class ParameterUses:
                 record_stream(parameter.detach(), stream)
             self._streams[id(parameter)] = stream
 
-    def stream_of(self, parameter: Tensor) -> torch.Stream | None:
+    def stream_of(self, parameter: Tensor) -> Stream | None:
         """Return the stream that has used a parameter last, None on the host."""
         if id(parameter) not in self._streams:
             self.on_this_stream(parameter)
@@ -84,11 +82,6 @@ _MOST_READ = 8  # at once, by a node; more are those of which other code holds t
 _BACKWARD = -1  # it has threads of its own, and leaves nothing that they have read
 
 
-def on(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Return a block that works on a stream, if there is one."""
-    return nullcontext() if stream is None else accelerator_of(stream.device).on(stream)
-
-
 class Leaving(NamedTuple):
     """Values that a store reads.
 
@@ -100,7 +93,7 @@ class Leaving(NamedTuple):
 
     handle: Handle
     values: Tensor
-    stream: torch.Stream | None
+    stream: Stream | None
 
     @property
     def is_on_this_stream(self) -> bool:
@@ -111,5 +104,5 @@ class Leaving(NamedTuple):
 def settle_all(leaving: Iterable[Leaving]) -> None:
     """Let each stream wait until the store has read what it owns."""
     for one in leaving:
-        with on(one.stream):
+        with use_stream(one.stream):
             settle(one.handle)

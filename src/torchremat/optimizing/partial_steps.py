@@ -1,7 +1,7 @@
 """The step of an optimizer, made in parts.
 
     a gradient is complete     `step` on its parameter; the gradient is freed           release.py
-    the user calls `step()`    before: parts of what is left, if state is in a store    moving.py
+    the user calls `step()`    before: parts of what is left, if state is in a store    entries.py
                                the optimizer's own code, for what is left then
                                after: the step is over
 
@@ -16,19 +16,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task, enter_backward
 from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_optimizer, parameters_of
+from torchremat.optimizing.entries import StateMover
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on, without_autocast
-from torchremat.optimizing.moving import StateMover
 from torchremat.optimizing.open_steps import OpenStep, RunClosure
 from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
 from torchremat.optimizing.separability import check_separable
@@ -110,7 +109,7 @@ class PartialSteps:
         self._before_step = optimizer.register_step_pre_hook(self._before)
         self._after_step = optimizer.register_step_post_hook(self._after)
         self._before_saving = optimizer.register_state_dict_pre_hook(self._check_saving)
-        self._after_loading = optimizer.register_load_state_dict_post_hook(self._loaded)
+        self._after_loading = optimizer.register_load_state_dict_post_hook(self._forget_parts)
         self._lock = threading.RLock()
         self._open_step: OpenStep | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -145,7 +144,7 @@ class PartialSteps:
         step = self._open_step
         return "" if step is None else step.failed(current_graph_task(), self.names)
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _forget_parts(self, optimizer: Optimizer) -> None:
         with self._lock:
             step = self._open_step
             if step is None:
@@ -200,11 +199,8 @@ class PartialSteps:
             return
         with self._lock:
             check_may_step(optimizer)
-            step = self._opened(optimizer)
-            task = current_graph_task()
-            if task >= 0 and task not in step.backwards:
-                step.backwards.add(task)
-                at_end_of_backward(partial(step.backwards.discard, task))
+            step = self._open(optimizer)
+            enter_backward(step.backwards)
             is_written = False
             try:
                 with self._in_memory(optimizer, parameters):
@@ -297,7 +293,7 @@ class PartialSteps:
         if self.mover is not None:
             self.mover.end()
 
-    def _opened(self, optimizer: Optimizer) -> OpenStep:
+    def _open(self, optimizer: Optimizer) -> OpenStep:
         if self._open_step is None or self._open_step.is_over:
             self._show()  # of a step whose own code has raised
             self._open_step = OpenStep(optimizer)
@@ -306,10 +302,10 @@ class PartialSteps:
         return self._open_step
 
     def _in_memory(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return self._moved(optimizer, parameters) if self._moves else nullcontext()
+        return self._move(optimizer, parameters) if self._moves else nullcontext()
 
     @contextmanager
-    def _moved(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Generator[None]:
+    def _move(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Generator[None]:
         with ExitStack() as stack:
             for keeper in self.keepers:
                 stack.enter_context(keeper.in_memory(parameters))
@@ -351,7 +347,7 @@ class PartialSteps:
                 loss = cast("Callable[[], object]", closure)()
             changed = (*args[:1], RunClosure(loss, self.name)), {}
         with self._lock:
-            step = self._open_step or self._opened(optimizer)
+            step = self._open_step or self._open(optimizer)
             if not self._hidden:  # else it is the step of a base class, which runs hooks as well
                 step.check_unchanged(optimizer, self.names)
             if self._moves:

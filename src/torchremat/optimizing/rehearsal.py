@@ -106,7 +106,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         UnsupportedError: Their state has objects that cannot be copied one by one.
     """
     before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
-    held = list(_within(before.values()))
+    held = list(_values_within(before.values()))
     odd = [value for value in held if not isinstance(value, (Tensor, *_HOLDERS, *_CONSTANTS))]
     if odd:
         raise UnsupportedError(
@@ -117,7 +117,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
     tensors = [part for one in whole for part in parts_of(one)]
     contents = [(one, copied(one)) for one in held if isinstance(one, _HOLDERS)]
     with torch.no_grad(), preserved_versions((*whole, *tensors)), undoing():
-        put_back = [_copied(one) for one in tensors]
+        put_back = [_copy_bytes(one) for one in tensors]
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
                 make(holder, had)
 
 
-def _within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
+def _values_within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
     """Yield the values in dicts, and, of lists, tuples and dicts among them, what they hold: Shampoo's statistics."""
     waiting: list[object] = [value for one in entries for value in one.values()]
     seen = set[int]()
@@ -144,7 +144,7 @@ def _within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
             waiting += dict.values(cast("dict[Any, Any]", value)) if isinstance(value, dict) else cast("Any", value)
 
 
-def _copied(tensor: Tensor) -> Callable[[], object]:
+def _copy_bytes(tensor: Tensor) -> Callable[[], object]:
     """Copy a tensor's bytes to memory that belongs to no tensor; return what writes them back."""
     storage = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     there = storage.cpu().numpy() if storage.device.type != "cpu" else storage.numpy().copy()

@@ -200,7 +200,7 @@ class GradientRelease:
         return not self._accumulates and not waits
 
     def _lets_wait(self, steps: PartialSteps) -> bool:
-        # State that comes in ahead of its part should come late, and so in small parts: see `moving`.
+        # State that comes in ahead of its part should come late, and so in small parts: see `StateMover`.
         return self._waits or steps.mover is None
 
     def _step(self, parameters: Sequence[Tensor]) -> None:

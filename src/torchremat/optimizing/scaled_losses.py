@@ -9,17 +9,17 @@ class derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
 from weakref import finalize
 
 import torch
 
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat._compat.autograd import current_graph_task, enter_backward
+from torchremat._compat.binding import Patch, subclasses_of
 from torchremat.tensors.structure import tensors_in
 
-_had: list[tuple[type, Callable[..., object], Callable[..., object]]] = []  # class, its own `scale`, ours
+_patches: dict[type, Patch] = {}  # of the `scale` of each class that has one
 _watching: set[object] = set()
 _tasks: set[int] = set()
 
@@ -31,12 +31,9 @@ def watch_scalers(owner: object) -> Callable[[], object]:
     """
     watch = object()
     _watching.add(watch)
-    done = {kind for kind, *_ in _had}
-    for kind in _kinds(torch.amp.GradScaler):
-        if "scale" in vars(kind) and kind not in done:
-            plain = cast("Callable[..., object]", vars(kind)["scale"])
-            _had.append((kind, plain, _marking(plain)))
-            cast("Any", kind).scale = _had[-1][2]
+    for kind in subclasses_of(torch.amp.GradScaler):
+        if "scale" in vars(kind) and kind not in _patches:
+            _patches[kind] = Patch(kind, "scale", _mark_losses(vars(kind)["scale"]))
     end = finalize(owner, _unwatch, watch)
     end.atexit = False
     return end
@@ -44,10 +41,10 @@ def watch_scalers(owner: object) -> Callable[[], object]:
 
 def _unwatch(watch: object) -> None:
     _watching.discard(watch)
-    while _had and not _watching:
-        kind, plain, ours = _had.pop()
-        if vars(kind)["scale"] is ours:
-            cast("Any", kind).scale = plain
+    while _patches and not _watching:
+        _, patch = _patches.popitem()
+        if patch.problem() is None:
+            patch.undo()
 
 
 def is_scaled() -> bool:
@@ -55,13 +52,7 @@ def is_scaled() -> bool:
     return bool(_tasks) and current_graph_task() in _tasks
 
 
-def _kinds(kind: type) -> Iterator[type]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from _kinds(one)
-
-
-def _marking(scale: Callable[..., object]) -> Callable[..., object]:
+def _mark_losses(scale: Callable[..., object]) -> Callable[..., object]:
     @wraps(scale)
     def marked(self: torch.amp.GradScaler, outputs: object) -> object:
         scaled = scale(self, outputs)
@@ -75,7 +66,4 @@ def _marking(scale: Callable[..., object]) -> Callable[..., object]:
 
 
 def _begin(_: object) -> None:
-    task = current_graph_task()
-    if task not in _tasks:
-        _tasks.add(task)
-        at_end_of_backward(lambda: _tasks.discard(task))
+    enter_backward(_tasks)

@@ -119,10 +119,10 @@ def _twin(optimizer: Optimizer, instead: dict[int, nn.Parameter] | None = None) 
 
 def _small(parameter: Tensor, draws: torch.Generator) -> nn.Parameter:
     shape = torch.Size(min(size, _ELEMENTS) for size in parameter.shape)
-    return nn.Parameter(_drawn(shape, parameter, draws), requires_grad=parameter.requires_grad)
+    return nn.Parameter(_draw(shape, parameter, draws), requires_grad=parameter.requires_grad)
 
 
-def _drawn(shape: torch.Size, like: Tensor, draws: torch.Generator) -> Tensor:
+def _draw(shape: torch.Size, like: Tensor, draws: torch.Generator) -> Tensor:
     # The global generators are the user's. To seed them takes a millisecond as well, for those of absent devices.
     return torch.randn(shape, generator=draws).to(device=like.device, dtype=like.dtype)
 
@@ -130,7 +130,7 @@ def _drawn(shape: torch.Size, like: Tensor, draws: torch.Generator) -> Tensor:
 def _give_gradients(optimizer: Optimizer, step: int) -> None:
     draws = torch.Generator().manual_seed(step)
     for one in parameters_of([optimizer]):
-        one.grad = _drawn(one.shape, one, draws) if one.requires_grad else None
+        one.grad = _draw(one.shape, one, draws) if one.requires_grad else None
 
 
 def _step_in_parts(optimizer: Optimizer) -> Exception | None:
@@ -168,12 +168,12 @@ def _contents(optimizer: Optimizer) -> dict[str, object]:
         "parameters": [one.detach() for one in parameters],
         "state": [dict(optimizer.state.get(one, {})) for one in parameters],
         "options": options,
-        "attributes": {name: one for name, one in vars(optimizer).items() if name not in names and _is_a_value(one)},
+        "attributes": {
+            name: one
+            for name, one in vars(optimizer).items()
+            if name not in names and isinstance(one, Tensor | int | float | str | list | tuple | dict)
+        },
     }
-
-
-def _is_a_value(one: object) -> bool:
-    return isinstance(one, Tensor | int | float | str | list | tuple | dict)
 
 
 def _unlike(one: object, other: object, where: str) -> list[str]:

@@ -20,7 +20,7 @@ from weakref import ref
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer
-from torchremat.optimizing.moving import StateMover
+from torchremat.optimizing.entries import StateMover
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.stores.base import check_store
 from torchremat.tensors.handles import Store
@@ -42,10 +42,10 @@ class OptimizerOffload:
         self._optimizer = ref(optimizer)
         self._hooks = [
             optimizer.register_state_dict_post_hook(_full),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(self._put_away),
         ]
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _put_away(self, optimizer: Optimizer) -> None:
         self._mover.begin(optimizer.state)
 
     def remove(self) -> None:

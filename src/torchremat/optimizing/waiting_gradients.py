@@ -12,23 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.autograd import at_end_of_backward, current_graph_task
-from torchremat.stores.transfers import current_stream
+from torchremat._compat.accelerators import Stream
+from torchremat._compat.autograd import current_graph_task, enter_backward
+from torchremat._compat.streams import current_stream, use_stream, wait_stream
 
 # Of the bytes of all parameters. A plan counts what may wait, so it is as small as what a plan promises is exact.
 _SHARE = 1000
 
 
 # The backward, the device and its stream.
-_Place = tuple[int, torch.device, torch.Stream | None]
+_Place = tuple[int, torch.device, Stream | None]
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class WaitingGradients:
         self._step = step
         self._lock = Lock()  # autograd runs a thread for each device
         self._waiting: dict[_Place, _Together] = {}
-        self._ends: set[int] = set()  # the backwards whose end steps on what waits
+        self._backwards: set[int] = set()  # whose end steps on what waits
 
     def add(self, parameter: Tensor, *, waits: bool) -> Sequence[Tensor]:
         """Return a parameter with all that waited, to step now; nothing if it may wait, and waits."""
@@ -67,34 +66,27 @@ class WaitingGradients:
             if not waits:
                 del self._waiting[place]
             # Also if nothing waits yet: what parts do at the end of the backward comes after the last of them.
-            begins = task >= 0 and task not in self._ends
-            if begins:
-                self._ends.add(task)
-        if begins:
-            at_end_of_backward(partial(self._end, task))
+            enter_backward(self._backwards, self._end)
         return () if waits else part.parameters
 
     def _end(self, task: int) -> None:
         with self._lock:
-            self._ends.discard(task)
             parts = {place: self._waiting.pop(place) for place in list(self._waiting) if place[0] == task}
         step = self._step()
         if step is None:
             return
         for (_, device, stream), part in parts.items():
-            if stream is None:
-                step(part.parameters)
-                continue
             # As in the backward, so that gradients are freed on the stream of their memory.
-            with accelerator_of(device).on(stream):
+            with use_stream(stream):
                 step(part.parameters)
-            current_stream(device).wait_stream(stream)
+            if stream is not None:
+                wait_stream(current_stream(device), stream)
 
     def forget(self) -> None:
         """Forget what waits since a backward has failed: its gradients are in `.grad`, as without this library."""
         with self._lock:
             self._waiting.clear()
-            self._ends.clear()
+            self._backwards.clear()
 
 
 def share_of(parameters: Iterable[Tensor]) -> int:

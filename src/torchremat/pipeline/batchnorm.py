@@ -100,7 +100,7 @@ class DeferredBatchNorm(AnyBatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, True, device, dtype)
-        self.chunks = _checked(chunks)
+        self.chunks = _check_chunks(chunks)
 
     @property
     def microbatches(self) -> int:
@@ -202,12 +202,12 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int | None = 1) -> nn
         UnsupportedError: Batch norms with running statistics have other classes than `nn.BatchNorm1d` to `3d`, are
             wrapped, or do not know their number of features yet; all are listed, and nothing is changed.
     """
-    chunks = _checked(chunks)
+    chunks = _check_chunks(chunks)
     problems = [f"`{name or 'the module'}`: {why}" for name, one in module.named_modules() if (why := _problem(one))]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise UnsupportedError(f"convert_deferred_batch_norm: {len(problems)} modules cannot be converted:{listed}")
-    return _converted(module, chunks, {})
+    return _convert(module, chunks, {})
 
 
 def _problem(module: nn.Module) -> str:
@@ -233,25 +233,25 @@ def _is_tracking(module: nn.Module) -> bool:
     return isinstance(module, AnyBatchNorm) and module._buffers.get("running_mean") is not None
 
 
-def _converted(module: nn.Module, chunks: int | None, made: dict[nn.Module, nn.Module]) -> nn.Module:
+def _convert(module: nn.Module, chunks: int | None, made: dict[nn.Module, nn.Module]) -> nn.Module:
     if module in made:
         return made[module]
     new = module
     if isinstance(module, DeferredBatchNorm):
         if module.chunks != chunks:
-            new = _deferred(module, chunks, module._kind)
+            new = _defer(module, chunks, module._kind)
     elif _is_tracking(module):
-        new = _deferred(module, chunks, cast("_Kind", type(module)))
+        new = _defer(module, chunks, cast("_Kind", type(module)))
     else:
         for name, child in dict(module._modules).items():
-            changed = None if child is None else _converted(child, chunks, made)
+            changed = None if child is None else _convert(child, chunks, made)
             if changed is not child:
                 module.add_module(name, changed)
     made[module] = new
     return new
 
 
-def _deferred(norm: nn.Module, chunks: int | None, kind: _Kind | None) -> DeferredBatchNorm:
+def _defer(norm: nn.Module, chunks: int | None, kind: _Kind | None) -> DeferredBatchNorm:
     made = DeferredBatchNorm.__new__(DeferredBatchNorm)
     # The tables of parameters, buffers and hooks are its own, their contents are shared.
     made.__dict__.update({name: copy.copy(one) if isinstance(one, dict) else one for name, one in vars(norm).items()})
@@ -260,7 +260,7 @@ def _deferred(norm: nn.Module, chunks: int | None, kind: _Kind | None) -> Deferr
     return made
 
 
-def _checked(chunks: int | None) -> int | None:
+def _check_chunks(chunks: int | None) -> int | None:
     if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise ScheduleError(f"DeferredBatchNorm: chunks={chunks!r}: expected a positive integer, or None.")
     return chunks

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import MutationError
-from torchremat.pipeline.dependency import Passing, passed
+from torchremat.pipeline.dependency import Passing, pass_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
 from torchremat.pipeline.skip.layouts import Key
@@ -60,7 +60,7 @@ def precede(
     region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Tensor]:
     """Return a region's results behind a node that recomputes it, in `around()`, before their gradients are there."""
-    return passed(Recompute, partial(_recompute, ref(region), around), tensors)
+    return pass_all(Recompute, partial(_recompute, ref(region), around), tensors)
 
 
 def run_cell(

@@ -14,35 +14,16 @@ Tensors that do not require grad take the same way outside the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of, record_stream
-from torchremat.pipeline.dependency import Passing, passed, replaced, with_grad
-
-
-def current_stream(device: torch.device) -> Stream:
-    """Return the stream that the caller uses."""
-    return accelerator_of(device).current_stream(device)
-
-
-def use_stream(stream: Stream) -> AbstractContextManager[object]:
-    """Let a stream, and its device, be the current ones."""
-    return accelerator_of(stream.device).on(stream)
-
-
-def wait_stream(waiting: Stream, awaited: Stream) -> None:
-    """Let one stream wait for the current work of another; a CPU blocks, and a device need not wait for a CPU."""
-    if isinstance(awaited, CpuStream):
-        return
-    if isinstance(waiting, CpuStream):
-        awaited.synchronize()
-    else:
-        waiting.wait_stream(awaited)
+from torchremat._compat.accelerators import CpuStream, Stream
+from torchremat._compat.streams import current_stream, record_stream, use_stream, wait_stream
+from torchremat.pipeline.dependency import Passing, pass_all, replace_at, with_grad
 
 
 def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:
@@ -85,12 +66,10 @@ def copy_all(tensors: Sequence[Tensor], source: Stream, target: Stream) -> list[
     """Return the tensors of a microbatch on the device of `target`."""
     places = with_grad(tensors)
     found = [tensor if place in places else copied(tensor, source, target) for place, tensor in enumerate(tensors)]
-    if not places:
-        return found
-    return replaced(found, places, Copy.apply(source, target, *(tensors[place] for place in places)))
+    return replace_at(found, places, partial(Copy.apply, source, target))
 
 
 def wait_all(tensors: Sequence[Tensor], awaited: Stream, waiting: Stream) -> list[Tensor]:
     """Return the tensors of a microbatch, for use on `waiting` when `awaited` is done with them."""
     wait_stream(waiting, awaited)
-    return passed(Wait, lambda: wait_stream(awaited, waiting), tensors)
+    return pass_all(Wait, lambda: wait_stream(awaited, waiting), tensors)

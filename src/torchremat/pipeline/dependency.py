@@ -17,7 +17,7 @@ section 2.2; there, only the first tensor of a microbatch passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -93,7 +93,7 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         device = tensors[0].device if tensors else torch.device("cpu")
         return list(tensors), phony_of(device)
     *forked, phony = Fork.apply(*(tensors[place] for place in places))
-    return replaced(tensors, places, forked), phony
+    return replace_at(tensors, places, lambda *_: forked), phony
 
 
 def join_all(tensors: Sequence[Tensor], *phonies: Tensor) -> list[Tensor]:
@@ -101,22 +101,16 @@ def join_all(tensors: Sequence[Tensor], *phonies: Tensor) -> list[Tensor]:
 
     Tensors that do not require grad are returned as they are, so an edge cannot end at a microbatch without grad.
     """
-    places = with_grad(tensors)
     edges = [phony for phony in phonies if phony.requires_grad]
-    if not (places and edges):
-        return list(tensors)
-    return replaced(tensors, places, Join.apply(len(edges), *edges, *(tensors[place] for place in places)))
+    return replace_at(tensors, with_grad(tensors) if edges else (), partial(Join.apply, len(edges), *edges))
 
 
-def passed(node: type[Passing], act: Callable[[], object], tensors: Sequence[Tensor]) -> list[Tensor]:
+def pass_all(node: type[Passing], act: Callable[[], object], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of a microbatch behind a node that acts in backward before their gradients pass.
 
     Tensors that do not require grad are returned as they are; if none does, no node acts.
     """
-    places = with_grad(tensors)
-    if not places:
-        return list(tensors)
-    return replaced(tensors, places, node.apply(act, *(tensors[place] for place in places)))
+    return replace_at(tensors, with_grad(tensors), partial(node.apply, act))
 
 
 def with_grad(tensors: Sequence[Tensor]) -> list[int]:
@@ -126,9 +120,10 @@ def with_grad(tensors: Sequence[Tensor]) -> list[int]:
     return [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
 
 
-def replaced(tensors: Sequence[Tensor], places: Sequence[int], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, with others in some places."""
+def replace_at(tensors: Sequence[Tensor], places: Sequence[int], node: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+    """Return the tensors, with what `node` makes of those in some places there."""
     found = list(tensors)
-    for place, tensor in zip(places, others, strict=True):
+    made = node(*(tensors[place] for place in places)) if places else ()
+    for place, tensor in zip(places, made, strict=True):
         found[place] = tensor
     return found

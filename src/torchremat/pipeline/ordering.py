@@ -58,7 +58,7 @@ class Ordering:
 
     def leaving(self, target: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors that go to a stage, before they are copied there."""
-        return join_all(tensors, *_found(self._last_of_stage, target))
+        return join_all(tensors, *_phonies_of(self._last_of_stage, target))
 
     def arrived(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors that come from a stage, after they were copied."""
@@ -70,12 +70,12 @@ class Ordering:
         """Return what leaves a cell of a stage. Called by the worker of its device."""
         device = self._devices[stage]
         copied = self._copied_from.get(stage, ())
-        tensors, phony = fork_all(join_all(tensors, *copied, *_found(self._last_of_device, device)))
+        tensors, phony = fork_all(join_all(tensors, *copied, *_phonies_of(self._last_of_device, device)))
         self._last_of_stage[stage] = phony
         if phony.requires_grad:  # a cell without grad has no place in backward
             self._last_of_device[device] = phony
         return tensors
 
 
-def _found(phonies: Mapping[K, Tensor], key: K) -> tuple[Tensor, ...]:
+def _phonies_of(phonies: Mapping[K, Tensor], key: K) -> tuple[Tensor, ...]:
     return (phonies[key],) if key in phonies else ()

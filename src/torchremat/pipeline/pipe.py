@@ -16,7 +16,7 @@ from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 from torchremat.pipeline.partitions import listed_devices, partitioned
-from torchremat.pipeline.prediction import predicted_step
+from torchremat.pipeline.predictions import predicted_step
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables

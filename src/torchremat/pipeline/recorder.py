@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torchremat._compat.accelerators import CpuStream, Stream, accelerator_of
 from torchremat._compat.autograd import at_end_of_backward
-from torchremat.pipeline.dependency import Passing, passed, with_grad
+from torchremat.pipeline.dependency import Passing, pass_all, with_grad
 from torchremat.pipeline.events import PipelineEvent
 from torchremat.schedules.pipelines import Kind
 
@@ -190,11 +190,11 @@ class Passage:
         if not self._recorder.on:
             return list(tensors)
         self._has_end = bool(with_grad(tensors))
-        return passed(BackwardMark, self._end, tensors)
+        return pass_all(BackwardMark, self._end, tensors)
 
     def returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return its outputs behind Mark 2."""
-        return passed(BackwardMark, self._begin, tensors) if self._recorder.on else list(tensors)
+        return pass_all(BackwardMark, self._begin, tensors) if self._recorder.on else list(tensors)
 
     def _begin(self) -> None:
         for passage in list(self._open_passages):

@@ -30,8 +30,9 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.streams import current_stream, use_stream
 from torchremat.pipeline.cells import precede, run_cell
-from torchremat.pipeline.copying import copy_all, current_stream, use_stream, wait_all
+from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.recorder import Passage, Recorder

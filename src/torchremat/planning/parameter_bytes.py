@@ -28,7 +28,7 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.training.checks import is_part_of
-from torchremat.stores.stored_parameters import Keeper, keeper_of, put_to_rest
+from torchremat.stores.stored_parameters import Keeper, keeper_of, put_away_all
 
 _Use: TypeAlias = tuple[frozenset[int], frozenset[int]]
 _OTHERS = 3  # which leave, were read, and come ahead
@@ -70,7 +70,7 @@ def parameter_bytes(model: nn.Module, traced: Trace, device: torch.device) -> Pa
     Raises:
         StoreError: One cannot be brought back.
     """
-    put_to_rest(model.parameters())
+    put_away_all(model.parameters())
     waiting = [(one, keeper) for one in model.parameters() if (keeper := keeper_of(one)) is not None]
     here = sorted((pair for pair in waiting if pair[0].device.type == device.type), key=lambda pair: -pair[0].nbytes)
     if not here:

@@ -20,7 +20,7 @@ from weakref import ref
 
 from torch import nn
 
-from torchremat._compat.weak import WeakIdentityDict
+from torchremat._compat.modules import WeakIdentityDict
 from torchremat.errors import PlanError, UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import Optimizer

@@ -75,7 +75,7 @@ def save_operators(*operators: object) -> Policy:
 
 def _pattern_of(operator: object) -> str:
     if isinstance(operator, str):
-        return _checked(operator)
+        return _check_name(operator)
     found = pattern_of(operator)
     if found is None:
         raise PolicyError(
@@ -85,7 +85,7 @@ def _pattern_of(operator: object) -> str:
     return found
 
 
-def _checked(wanted: str) -> str:
+def _check_name(wanted: str) -> str:
     namespace, _, rest = wanted.partition(".")
     if not rest:
         raise PolicyError(
@@ -162,7 +162,7 @@ def save_only_these_names(*names: str) -> Policy:
     Raises:
         PolicyError: No name is given, or one is not a string. In backward, when a name was never seen.
     """
-    return _named("save_only_these_names", names, keeps=True)
+    return _make_names("save_only_these_names", names, keeps=True)
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -171,7 +171,7 @@ def save_any_names_but_these(*names: str) -> Policy:
     Raises:
         PolicyError: A name is not a string. In backward, when a name was never seen.
     """
-    return _named("save_any_names_but_these", names, keeps=False)
+    return _make_names("save_any_names_but_these", names, keeps=False)
 
 
 def offload_these_names(*names: str, store: Store) -> Policy:
@@ -183,7 +183,7 @@ def offload_these_names(*names: str, store: Store) -> Policy:
     return save_only_these_names(*names).into(store)
 
 
-def _named(label: str, names: tuple[object, ...], *, keeps: bool) -> Policy:
+def _make_names(label: str, names: tuple[object, ...], *, keeps: bool) -> Policy:
     if keeps and not names:
         raise PolicyError(f"{label}(): give at least one name.")
     strings = [one for one in names if isinstance(one, str)]

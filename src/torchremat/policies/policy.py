@@ -59,16 +59,16 @@ class Policy(ABC):
         return None
 
     def __or__(self, other: AnyPolicy) -> Policy:
-        return _Either(self, _checked(other))
+        return _Either(self, _check_policy(other))
 
     def __ror__(self, other: AnyPolicy) -> Policy:
-        return _Either(_checked(other), self)
+        return _Either(_check_policy(other), self)
 
     def __and__(self, other: AnyPolicy) -> Policy:
-        return _both(self, _checked(other))
+        return _both(self, _check_policy(other))
 
     def __rand__(self, other: AnyPolicy) -> Policy:
-        return _both(_checked(other), self)
+        return _both(_check_policy(other), self)
 
     def __invert__(self) -> Policy:
         return _Not(self)
@@ -162,7 +162,7 @@ def _both(first: AnyPolicy, second: AnyPolicy) -> Policy:
     return _Both(first, second)
 
 
-def _checked(policy: object) -> AnyPolicy:
+def _check_policy(policy: object) -> AnyPolicy:
     if not callable(policy):
         raise PolicyError(f"{policy!r} is not a policy: it cannot be called.")
     return cast("AnyPolicy", policy)

@@ -2,22 +2,20 @@
 
 Chains of stages:
 
-chain.py        chains of stages, and trees of regions over them
+chain.py        chains of stages, and trees of regions over them, also as written by hand
 interpreter.py  the peak and the cost of a tree
-uniform.py      schedules as written by hand
 rounding.py     bytes in slots
 tables.py       the least cost of every end of every region, for every number of free slots
 persistent.py   the cheapest schedule of a chain under a limit
-transfers.py    copies to and from a store
+store_queue.py  copies to and from a store
 
 Operators:
 
-dataflow.py            the operators of a forward, and the values that they read and make
+dataflow.py            the operators of a forward, the values that they read and make, and live bytes of kernels
 knapsacks.py           things of the greatest worth within a limit
 operator_selection.py  the outputs that a region holds
 bounds.py              the least cost of recomputing under any schedule
 joint.py               a forward and its backward as one list of operators
-kernels.py             live bytes where a compiler fuses operators
 prices.py              the values worth saving at a price for each byte
 recompute_spans.py     stretches that the backward can recompute by themselves
 saving.py              the values to save for a peak within a limit
@@ -33,6 +31,5 @@ loops.py        how many carries wait, and how many steps are recorded at once
 
 Pipelines:
 
-pipelines.py   the actions of each worker
-simulation.py  an order on a clock
+pipelines.py   the actions of each worker, and their order on a clock
 """

@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from torchremat.errors import ScheduleError
 
 
@@ -298,10 +300,10 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
         tree: The tree. The outermost regions stay, so the same stages are recomputed.
         deepest: At least 1.
     """
-    return tuple(_bounded(node, deepest) for node in tree)
+    return tuple(_bound_depth(node, deepest) for node in tree)
 
 
-def _bounded(node: Node, deepest: int) -> Node:
+def _bound_depth(node: Node, deepest: int) -> Node:
     levels = depth((node,))
     if levels <= deepest:
         return node
@@ -309,3 +311,35 @@ def _bounded(node: Node, deepest: int) -> Node:
     stays = [-(-(level + 1) * deepest // levels) > -(-level * deepest // levels) for level in range(levels)]
     (found,) = rebuilt((node,), region=lambda level, inside: (RegionNode(inside),) if stays[level] else inside)
     return found
+
+
+def uniform_trees(stages: int, *, most: int | None = None) -> list[Tree]:
+    """Return the trees of a chain as people write them: all kept, every k-th stage a region, k segments; each once.
+
+    The first one recomputes nothing, the second one every stage. All use the first option of every stage.
+
+    Args:
+        stages: The length of the chain, at least 1.
+        most: The largest k. All trees of n stages take time in n^2.
+    """
+    most = stages if most is None else min(stages, most)
+    plain = tuple(map(KeepNode, range(stages)))
+    trees: list[Tree] = [plain]
+    for step in range(1, most + 1):  # the first of every `step` stages is its own region
+        trees.append(tuple(keep if keep.stage % step else RegionNode((keep,)) for keep in plain))
+    for count in range(1, most + 1):
+        trees += [_segments(stages, count), _segments(stages, count, keep_last=True)]
+    return list(dict.fromkeys(trees))
+
+
+def _segments(stages: int, count: int, *, keep_last: bool = False) -> Tree:
+    """Return the tree of `count` regions as equal in length as possible, the longer ones first.
+
+    Args:
+        stages: The length of the chain.
+        count: 1 to the number of stages.
+        keep_last: Whether the last segment is kept, as `checkpoint_sequential` does.
+    """
+    kept = [tuple(map(KeepNode, part.tolist())) for part in np.array_split(np.arange(stages), count)]
+    regions = tuple(map(RegionNode, kept))
+    return (*regions[:-1], *kept[-1]) if keep_last else regions

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.dataflow import Operator
-from torchremat.schedules.kernels import walk
+from torchremat.schedules.dataflow import Operator, walk
 
 
 @dataclass(frozen=True, kw_only=True)

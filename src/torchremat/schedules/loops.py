@@ -147,7 +147,7 @@ class LoopSchedule:
             return self.block * (self.hierarchy.traffic().runs - self.blocks)
         if isinstance(division, UnevenSlots):
             return self.block * division.runs
-        return _recomputed(self.steps, self.slots, self.block)
+        return _count_recomputed(self.steps, self.slots, self.block)
 
     def least_recomputed(self) -> int | None:
         """Return a lower bound on that number for all schedules with as many bytes; None if they are not known.
@@ -161,7 +161,7 @@ class LoopSchedule:
         if self.is_best:
             return self.recomputed_steps
         if saved is None or not (self.carry_bytes and own_bytes):
-            return _recomputed(self.steps, self.slots, 1) if self.block == 1 and self.units is None else None
+            return _count_recomputed(self.steps, self.slots, 1) if self.block == 1 and self.units is None else None
         return least_recomputed(self.steps, self.carry_bytes, own_bytes, saved)
 
     def borders(self) -> Borders:
@@ -227,7 +227,7 @@ class Borders:
     kept_blocks: tuple[int, ...]
 
 
-def _recomputed(steps: int, slots: int, block: int) -> int:
+def _count_recomputed(steps: int, slots: int, block: int) -> int:
     """Return how many steps run again in the backward: those recorded, and those advanced for a carry."""
     return block * advances(-(-steps // block), slots)
 
@@ -281,7 +281,7 @@ def within_bytes(
         blocks, left = -(-steps // block), budget_bytes - block * step_bytes
         slots = blocks if blocks * carry_bytes <= left + shared_bytes else left // carry_bytes
         if slots > 0:
-            found.append((_recomputed(steps, slots, block), block, slots))
+            found.append((_count_recomputed(steps, slots, block), block, slots))
     schedule = LoopSchedule(
         steps=steps,
         slots=1,
@@ -295,7 +295,7 @@ def within_bytes(
         return min((replace(schedule, slots=slots, block=block) for _, block, slots in few), key=_time_again)
     _, block, slots = min(found)
     schedule = replace(schedule, slots=slots, block=block)
-    return _mixed(schedule, budget_bytes) if mixes else schedule
+    return _mix(schedule, budget_bytes) if mixes else schedule
 
 
 def _time_again(schedule: LoopSchedule) -> float:
@@ -304,7 +304,7 @@ def _time_again(schedule: LoopSchedule) -> float:
     return division.time
 
 
-def _mixed(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
+def _mix(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
     """Return a schedule with a mixture if it runs fewer steps again within the budget, else the one given."""
     steps, carry, step, fewest = schedule.steps, schedule.carry_bytes, schedule.step_bytes, schedule.recomputed_steps
     assert steps is not None and carry is not None and step is not None and fewest is not None

@@ -13,8 +13,8 @@ from itertools import combinations
 
 import numpy as np
 
+from torchremat.schedules.dataflow import walk
 from torchremat.schedules.joint import Joint
-from torchremat.schedules.kernels import walk
 
 _MOST_CUTS = 14
 

@@ -99,10 +99,10 @@ class Rounding:
         """
         key = stage, linked, external, again
         if key not in self._terms:
-            self._terms[key] = list(self._made(*key))
+            self._terms[key] = list(self._make_terms(*key))
         return self._terms[key]
 
-    def _made(self, stage: int, linked: bool, external: bool, again: bool) -> Iterator[Term]:
+    def _make_terms(self, stage: int, linked: bool, external: bool, again: bool) -> Iterator[Term]:
         one = self.chain.stages[stage]
         linked_bytes, external_bytes = one.linked_bytes * linked, one.external_bytes * external
         for option in one.options:

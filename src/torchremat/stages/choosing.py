@@ -53,12 +53,12 @@ class Choices:
     @cached_property
     def plain(self) -> Chosen:
         """The choice that keeps everything."""
-        return self._chosen(dict.fromkeys(self._shares, 0))
+        return self._choose(dict.fromkeys(self._shares, 0))
 
     @cached_property
     def floor(self) -> Chosen:
         """The choice with the lowest peak."""
-        return self._solved(None)
+        return self._solve(None)
 
     def cheapest(self, limit_bytes: int) -> Chosen | None:
         """Return the cheapest choice with a peak of at most the limit; None if none exists."""
@@ -66,7 +66,7 @@ class Choices:
             return self.plain
         if self.floor.peak_bytes > limit_bytes:
             return None
-        found = self._solved(limit_bytes)
+        found = self._solve(limit_bytes)
         return found if found.peak_bytes <= limit_bytes else self.floor
 
     @cached_property
@@ -87,7 +87,7 @@ class Choices:
         above = [place for place in range(len(rows)) if not _is_below_another(rows, fixed, place)]
         return np.ceil(rows[above] / self._part_bytes), np.ceil(fixed[above] / self._part_bytes)
 
-    def _solved(self, limit_bytes: int | None) -> Chosen:
+    def _solve(self, limit_bytes: int | None) -> Chosen:
         """Return the cheapest choice within a limit; without a limit, the choice with the lowest peak."""
         rows, fixed = self._rows
         counts = [len(found) for found in self._shares.values()]
@@ -116,9 +116,9 @@ class Choices:
         picks = dict[int, int]()
         for stage, values in zip(self._shares, np.split(result.x[:total], np.cumsum(counts)[:-1]), strict=True):
             picks[stage] = int(values.argmax())
-        return self._chosen(picks)
+        return self._choose(picks)
 
-    def _chosen(self, picks: Mapping[int, int]) -> Chosen:
+    def _choose(self, picks: Mapping[int, int]) -> Chosen:
         shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}
 
         def bytes_at(load: DeviceLoad) -> int:

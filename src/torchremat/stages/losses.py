@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,12 @@ from torchremat.measuring.before import bytes_before
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_kinds, check_steps_on, loss_of, run_backward
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.dependency import replaced
+from torchremat.pipeline.dependency import replace_at
 from torchremat.pipeline.microbatch import Microbatch, gather
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.stages.samples import Taken
+from torchremat.tensors.metadata import Metadata, empty_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +90,10 @@ class _Given(torch.autograd.Function):
         stand_in.note()
         if saved.number == 0:
             stand_in.forms = [
-                (shape, torch.empty(shape, device="meta").stride() if grad is None else grad.stride(), dtype, device)
-                for grad, (shape, dtype, device) in zip(grads, saved.shapes, strict=True)
+                (*form, torch.empty(form[0], device="meta").stride() if grad is None else grad.stride())
+                for grad, form in zip(grads, saved.shapes, strict=True)
             ]
         return (None,) * (3 + len(grads))
-
-
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 class _StandIn(nn.Module):
@@ -104,28 +103,24 @@ class _StandIn(nn.Module):
         super().__init__()
         self._outputs = outputs
         self.note: Callable[[], object] = lambda: None
-        self.forms: list[Form] = []
+        self.forms: list[Metadata] = []
 
     def forward(self, *_: object, **__: object) -> object:
         """Return the outputs, put together."""
         root = torch.zeros((), requires_grad=True)
-        return gather([self._again(number, one, root) for number, one in enumerate(self._outputs)])
+        return gather([self._make_again(number, one, root) for number, one in enumerate(self._outputs)])
 
-    def _again(self, number: int, output: Taken, root: Tensor) -> Microbatch:
+    def _make_again(self, number: int, output: Taken, root: Tensor) -> Microbatch:
         pairs = zip(output.given.tensors, output.requires, strict=True)
         tensors = [tensor if requires else tensor.clone() for tensor, requires in pairs]
         places = [place for place, requires in enumerate(output.requires) if requires]
-        if places:
-            tensors = replaced(tensors, places, _Given.apply(self, number, root, *(tensors[place] for place in places)))
-        return Microbatch(output.given.template, tensors)
+        made = replace_at(tensors, places, partial(_Given.apply, self, number, root))
+        return Microbatch(output.given.template, made)
 
     @property
     def grads(self) -> list[Tensor]:
         """Tensors with the metadata of the first microbatch's gradients."""
-        return [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
-            for shape, stride, dtype, device in self.forms
-        ]
+        return [empty_of(form).zero_() for form in self.forms]
 
 
 def optimizer_bytes(

@@ -32,6 +32,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
 from torchremat.errors import PipelineError, StepError
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
@@ -44,7 +45,7 @@ from torchremat.regions.footprints import abandon
 from torchremat.schedules.pipelines import clock_cycles
 from torchremat.stages.loads import DeviceLoad, Phase, counted
 from torchremat.stages.losses import LossBytes, loss_bytes
-from torchremat.stages.samples import Sample, Site, Taken, bytes_of, received, taken
+from torchremat.stages.samples import Sample, Site, Taken, bytes_of, receive, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +185,12 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     Raises:
         StepError: The step returns no loss, or does not call the pipe once.
     """
-    inputs, outputs = _sampled(pipe, step)
+    inputs, outputs = _sample(pipe, step)
     layout = inspect_skip_layout(list(pipe.partitions))
     last, microbatches = len(pipe.partitions) - 1, len(outputs)
     loss = loss_bytes(pipe, pipe.devices[-1], step, outputs)
     to_loss = Passed(source=last, target=last + 1, size_bytes=bytes_of(outputs[0].given.tensors), grad_bytes=0)
-    passed = [*_passed(inputs, layout), to_loss]
+    passed = [*_find_passed(inputs, layout), to_loss]
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
@@ -240,14 +241,14 @@ class _PipeRun:
         with use_skip_tracker(tracker), self.taken.under_autocast():
             del skips
             output = module(value)
-        return received((output, tracker.outgoing), grads=self.grads)
+        return receive((output, tracker.outgoing), grads=self.grads)
 
 
 def _gradient_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
+def _find_passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
     """Yield the tensors passed from stage to stage."""
     for stage, own in inputs.items():
         in_graph = {id(tensor) for tensor, requires in zip(own.given.tensors, own.requires, strict=True) if requires}
@@ -263,7 +264,7 @@ def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]
             )
 
 
-def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[Taken]]:
+def _sample(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[Taken]]:
     """Return the first input of each stage, and the output of each microbatch."""
     inputs: dict[int, Taken] = {}
     outputs: list[Taken] = []
@@ -272,15 +273,14 @@ def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[
     def entered(stage: int, _: nn.Module, args: tuple[object, ...]) -> None:
         tracker = cast("CellTracker", current_skip_tracker())
         if stage not in inputs:
-            inputs[stage] = taken((args[0], tracker.waiting))
+            inputs[stage] = take((args[0], tracker.waiting))
 
     def left(_: nn.Module, args: object, output: object) -> None:
-        outputs.append(taken(output))
+        outputs.append(take(output))
 
     def called(_: nn.Module, args: object) -> None:
         calls[0] += 1
 
-    mode = pipe.checkpoint
     with ExitStack() as stack:
         stack.enter_context(untouched(pipe))
         for stage, module in enumerate(pipe.partitions):
@@ -288,8 +288,7 @@ def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Sequence[
         if pipe.partitions:
             stack.callback(pipe.partitions[-1].register_forward_hook(left).remove)
         stack.callback(pipe.register_forward_pre_hook(called).remove)
-        stack.callback(setattr, pipe, "checkpoint", mode)
-        pipe.checkpoint = "always"
+        stack.enter_context(overridden([pipe], checkpoint="always"))
         abandon([loss_of(step(pipe))])
     if calls[0] != 1:
         raise StepError(f"the step calls the pipe {calls[0]} times; to plan its stages it has to call it once.")

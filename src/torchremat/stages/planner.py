@@ -37,7 +37,7 @@ from torchremat.stages.pipes import sites_of_pipe
 from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.stages.samples import Sample, Site, resident_bytes
 from torchremat.stages.schedules import site_of_schedule
-from torchremat.stages.split_backward import SplitBackward
+from torchremat.stages.split_microbatch import SplitBackward
 from torchremat.stages.sums import Sums
 from torchremat.tensors.sizes import format_bytes
 
@@ -93,7 +93,7 @@ class StagePlanner:
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
         resident = partial(resident_bytes, step, modules, optimizer, [one for site in sites for one in site.samples])
-        self._planned = self._told(
+        self._planned = self._in_all_processes(
             lambda: [_Planned(site, options, modules, optimizer, resident) for site in sites], ours_alone=True
         )
 
@@ -108,7 +108,9 @@ class StagePlanner:
             BudgetError: See `plan_stages`.
             PipelineError: See `plan_stages`.
         """
-        found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)])
+        found = self._in_all_processes(
+            lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)]
+        )
         stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
         return StagePlans(
             stages=tuple(stages),
@@ -121,7 +123,7 @@ class StagePlanner:
         first = self._peers.place
         return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
 
-    def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
+    def _in_all_processes(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
         """Return the results of `work` here or, with many processes, in all of them; if one raises, all stop."""
         return self._peers.each(work) if ours_alone else [one for those in self._peers.all(work) for one in those]
 

@@ -104,7 +104,7 @@ class _Received(torch.autograd.Function):
         return None, None, *(saved.grads or made)
 
 
-def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()) -> Tensor:
+def receive(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()) -> Tensor:
     """Return a stand-in for the loss of a stage that is not the last one.
 
     Args:
@@ -133,7 +133,7 @@ class _HoldUntilBackward(torch.autograd.Function):
         return grads[0], *(None for _ in range(len(cast("Any", ctx).saved_tensors)))
 
 
-def holding(loss: Tensor, output: object) -> Tensor:
+def hold_until_backward(loss: Tensor, output: object) -> Tensor:
     """Return a loss such that an output lives until its backward begins."""
     held = [tensor.detach() for tensor in Microbatch.of(output).tensors]
     return cast("Tensor", _HoldUntilBackward.apply(loss, *held))  # pyright: ignore[reportUnknownMemberType]
@@ -173,7 +173,7 @@ class Taken:
         return Microbatch(self.given.template, tensors).value
 
 
-def taken(value: object) -> Taken:
+def take(value: object) -> Taken:
     """Return a value as it is now."""
     found = Microbatch.of(value)
     requires = tuple(tensor.requires_grad for tensor in found.tensors)

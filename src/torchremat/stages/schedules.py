@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
 from torchremat._compat.pipelining import (
     LOSS,
     TorchStage,
@@ -38,12 +39,11 @@ from torchremat.errors import StepError
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
-from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.doors import unwrap, wrap
 from torchremat.schedules.pipelines import Action
 from torchremat.stages.loads import loads_of, most_held
-from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken
+from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, hold_until_backward, receive, take
 
 
 def site_of_schedule(schedule: object, step: Callable[[object], object], *, lookahead: bool) -> Site:
@@ -58,7 +58,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
         StepError: The step did not run every stage, or the schedule has no loss.
     """
     stages = stages_of(schedule)
-    seen = _seen(schedule, step)
+    seen = _watch_step(schedule, step)
     loss = loss_function_of(schedule)
     if loss is None:
         raise StepError("schedule: without a `loss_fn` it runs no backward, and there is nothing to plan.")
@@ -141,13 +141,13 @@ class _StagePass:
     loss_bytes: int = 0  # a loss may share memory with the tensor that it reduces
 
 
-def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
+def _watch_step(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
     """Run a step, and return the last microbatch of each stage: the first calls may be torch's own."""
     stages = stages_of(schedule)
     seen: dict[int, _StagePass] = {}
 
     def entered(stage: TorchStage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        seen[stage.stage_index] = _StagePass(taken((args, kwargs)))
+        seen[stage.stage_index] = _StagePass(take((args, kwargs)))
 
     def left(stage: TorchStage, _: nn.Module, args: object, output: object) -> None:
         outputs = Microbatch.of(output).tensors
@@ -171,7 +171,7 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Stag
             stack.callback(stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove)
             stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
         if own is not None:
-            stack.callback(Patch(schedule, LOSS, loss).undo)
+            stack.enter_context(overridden([schedule], **{LOSS: loss}))
         step(schedule)
     missing = [stage.stage_index for stage in stages if stage.stage_index not in seen]
     if missing:
@@ -192,8 +192,9 @@ class _ScheduleRun:
             output = module(*args, **kwargs)
             loss = None if self.loss is None else self.loss(output, self.seen.target)
         if self.loss is not None:
-            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the profile rejects other kinds
-        return received(output, held=True, grads=self.seen.output)
+            # The profile rejects other kinds.
+            return hold_until_backward(loss, output) if isinstance(loss, Tensor) else loss
+        return receive(output, held=True, grads=self.seen.output)
 
     def ends(self, module: nn.Module) -> Ends:
         """Run the forward, for a split backward."""

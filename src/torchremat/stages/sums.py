@@ -95,11 +95,11 @@ class _SumsRun:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._made: list[_WeightGradient] = []
         units, here = whole.units, Here(whole.device)
-        self._step = subject.train(watch(module, subject, units, every_unit(units), here, noting=self._noting))
+        self._step = subject.train(watch(module, subject, units, every_unit(units), here, noting=self._note_gradients))
         self._intervals = self._step.run.trace.intervals
 
     @contextmanager
-    def _noting(self, recorder: AllocationRecorder) -> Generator[None]:
+    def _note_gradients(self, recorder: AllocationRecorder) -> Generator[None]:
         with ExitStack() as stack:
             for parameter in self._parameters:
                 stack.callback(parameter.register_hook(partial(self._note, recorder, parameter.nbytes)).remove)
@@ -132,7 +132,7 @@ class _SumsRun:
         delta = trace.delta_bytes.copy()
         more: list[tuple[int, int]] = []  # the mark and the bytes of each
         for made in self._made:
-            freed = self._freed(made)
+            freed = self._find_free(made)
             if place.is_first and freed is not None:
                 delta[freed] = 0
             elif place.is_first:
@@ -143,7 +143,7 @@ class _SumsRun:
                 more.append((made.mark, -made.size_bytes))
         return _with_events(replace(trace, delta_bytes=delta), more)
 
-    def _freed(self, made: _WeightGradient) -> int | None:
+    def _find_free(self, made: _WeightGradient) -> int | None:
         """Return the event that frees a gradient; None if there is none."""
         trace = self._step.run.trace
         position = trace.marks[made.mark].position

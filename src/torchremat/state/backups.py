@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.modules import WeakIdentityDict
 from torchremat._compat.sharding import is_hook_of_fsdp
-from torchremat._compat.weak import WeakIdentityDict
 from torchremat.ambient.global_state import only_looks_on
 from torchremat.ambient.hidden import hiding
 from torchremat.state.world import World

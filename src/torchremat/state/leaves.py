@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.dynamo import outside_graphs
+from torchremat._compat.modules import WeakIdentityDict
 from torchremat._compat.sharding import Shard, all_shards, is_dtensor
-from torchremat._compat.weak import WeakIdentityDict
 from torchremat.errors import UnsupportedError
 from torchremat.state.containers import Dict
 from torchremat.state.optimizer_steps import after_each_step

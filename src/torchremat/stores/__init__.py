@@ -22,7 +22,7 @@ shared.py      the state that the records of a catalog share
 pieces.py      the pieces of a storage that a store has
 records.py     the stored bytes of one storage at one version
 catalog.py     saved tensors by storage and version
-slots.py       saved tensors of which backward needs only the shape or a mask
+needs.py       saved tensors of which backward needs only the shape or a mask
 narrowing.py   how such a tensor is recognised when it is saved
 offloading.py  the saved tensors of a block of code, put into a store
 

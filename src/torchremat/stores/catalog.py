@@ -12,7 +12,6 @@ Missing on purpose: the catalog keeps nothing alive that was put. See NOTE [ Who
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -34,6 +33,7 @@ from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
+from torchremat.tensors.parts import Rebuild, inner_of, rebuilding
 
 
 class _UnfilledPuts(threading.local):
@@ -106,9 +106,9 @@ class Catalog(Remade):
     def _put(self, tensor: Tensor, *, is_complete: bool) -> InCatalog | None:
         packed: InCatalog | None = None
         if type(tensor) is not Tensor:
-            packed = None if self.by_storage else self._apart(tensor)
+            packed = None if self.by_storage else self._store_parts(tensor)
         elif self._is_storable(tensor):
-            packed = self._stored(tensor, is_complete=is_complete)
+            packed = self._store(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
         return packed
 
@@ -164,7 +164,7 @@ class Catalog(Remade):
             tensor.requires_grad or not is_in_running_module(storage)
         )
 
-    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
+    def _store(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
         """Return the stored form of a plain tensor.
 
         Args:
@@ -197,7 +197,7 @@ class Catalog(Remade):
             record.add(stored.place, alias, watched=wrapper)
         return stored
 
-    def _apart(self, tensor: Tensor) -> Apart | None:
+    def _store_parts(self, tensor: Tensor) -> Apart | None:
         """Return a flattened tensor of a subclass; None if it is kept in place."""
         kind = type(tensor)
         # An asynchronous collective may still be writing to the wrapped tensor.
@@ -205,8 +205,7 @@ class Catalog(Remade):
             return None
         if not holding.now and is_leaf_of_model(tensor):
             return None
-        names, context = cast("Any", tensor).__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
+        inner = inner_of(tensor)
         large: dict[str, Tensor] = {}
         for name, one in inner.items():
             # Offsets and the like are known by identity.
@@ -220,21 +219,19 @@ class Catalog(Remade):
                 return None
         if not large:
             return None
-        return Apart(tensor, {**inner, **{name: self._stored(one, tensor) for name, one in large.items()}}, context)
+        stored = {name: self._store(one, tensor) for name, one in large.items()}
+        return Apart(metadata_of(tensor), {**inner, **stored}, rebuilding(tensor))
 
 
 class Apart(InCatalog):
     """A flattened tensor of a subclass."""
 
-    __slots__ = ("_context", "_inner", "_kind", "_metadata", "_size", "_stride")
+    __slots__ = ("_inner", "_metadata", "_rebuild")
 
-    def __init__(self, tensor: Tensor, inner: dict[str, object], context: object) -> None:
-        self._kind = type(tensor)
-        self._size = tensor.size()
-        self._stride = tensor.stride()
+    def __init__(self, metadata: Metadata, inner: dict[str, object], rebuild: Rebuild) -> None:
+        self._metadata = metadata
         self._inner = inner
-        self._context = context
-        self._metadata = metadata_of(tensor)
+        self._rebuild = rebuild
 
     @property
     def metadata(self) -> Metadata:
@@ -253,7 +250,7 @@ class Apart(InCatalog):
     def get(self) -> Tensor:
         """Return the tensor, rebuilt from its inner tensors."""
         inner = {name: one.get() if isinstance(one, Stored) else one for name, one in self._inner.items()}
-        return cast("Any", self._kind).__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
+        return self._rebuild(inner).detach()
 
 
 @unpacked_in_graphs(InCatalog, "unpack_of_catalog")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchremat.tensors.metadata import span_of
+
 
 class TensorPlace:
     """The place of one saved tensor in its storage. The storage's record knows the tensor by this object.
@@ -33,8 +35,7 @@ class TensorPlace:
             self.stop = self.start + tensor.numel() * tensor.itemsize
             self.has_gaps = False
         else:
-            last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-            self.stop = self.start + (last + 1) * tensor.itemsize
+            self.stop = self.start + span_of(self.size, self.stride) * tensor.itemsize
             self.has_gaps = _has_gaps(self.size, self.stride)
 
     @property

@@ -36,10 +36,10 @@ from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
 from torchremat.stores.held import Emptied, InCatalog
-from torchremat.stores.slots import NEEDS, Shape, any_of, in_order, surrogate
+from torchremat.stores.needs import NEEDS, Shape, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
-from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.metadata import Metadata, empty_of, metadata_of
 from torchremat.tensors.packed import Owner
 from torchremat.tensors.structure import tensors_in
 from torchremat.tensors.versioned import Versioned
@@ -74,23 +74,23 @@ class Narrowable(InCatalog):
                 store failed in the forward.
             MutationError: The tensor was written in place before it could be stored.
         """
-        return self._settled().get()
+        return self._settle().get()
 
     @property
     def metadata(self) -> Metadata:
         """The metadata of the tensor."""
-        return self._settled().metadata
+        return self._settle().metadata
 
     @property
     def owners(self) -> Iterable[Owner]:
         """The owners of the stored object."""
-        return self._settled().owners
+        return self._settle().owners
 
     def let_go(self) -> None:
         """Release the stored object."""
-        self._settled().let_go()
+        self._settle().let_go()
 
-    def _settled(self) -> InCatalog:
+    def _settle(self) -> InCatalog:
         watch = self._watch()
         if self._stored is None and watch is not None:
             watch.settle()
@@ -135,7 +135,7 @@ class Surrogate(InCatalog):
                 "Use a store without `Compressed` to read them."
             )
         if self.bits is None:
-            return any_of(self.like)
+            return empty_of(self.like)
         return surrogate(self.like, self.catalog.get_mask(self.bits), self.true, self.false)
 
     @property
@@ -194,7 +194,7 @@ class SlotWatch(TorchFunctionMode):
         finally:
             since, self._since = self._since, -1
             if self._waiting:
-                self.settle(self._found(result, since))
+                self.settle(self._find_slots(result, since))
         return result
 
     def settle(self, found: Mapping[Narrowable, _NarrowedSlot] | None = None) -> None:
@@ -213,12 +213,12 @@ class SlotWatch(TorchFunctionMode):
                     one.narrowable.put(Emptied(metadata_of(tensor), str(one.saved.written())))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
-                narrowed = None if slot is None else self._narrowed(tensor, *slot)
+                narrowed = None if slot is None else self._narrow(tensor, *slot)
                 one.narrowable.put(self._catalog.put(tensor) if narrowed is None else narrowed)
         finally:
             set_grad_mode(enabled)
 
-    def _narrowed(self, tensor: Tensor, node: Node, slot: str) -> Surrogate | None:
+    def _narrow(self, tensor: Tensor, node: Node, slot: str) -> Surrogate | None:
         name, like = node.name(), metadata_of(tensor)
         need = NEEDS[name][slot]
         if isinstance(need, Shape):
@@ -230,7 +230,7 @@ class SlotWatch(TorchFunctionMode):
             return None
         return Surrogate(name, slot, like, self._catalog, bits, split.true, split.false)
 
-    def _found(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
+    def _find_slots(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
         """Return the waiting slots that need less than the tensor, found by their contents."""
         waiting = {one.narrowable for one in self._waiting}
         found: dict[Narrowable, _NarrowedSlot] = {}

@@ -8,7 +8,8 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.accelerators import record_stream
+from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.streams import current_stream, record_stream
 from torchremat.errors import StoreError
 from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace
@@ -78,7 +79,7 @@ class ByteSpan:
     )
     is_coming: bool = False
     # On a device: the stream that loaded it, and the event when that was done.
-    _loaded: tuple[torch.Stream, torch.Event] | None = None
+    _loaded: tuple[Stream, torch.Event] | None = None
 
     @property
     def is_hot(self) -> bool:
@@ -103,7 +104,7 @@ class ByteSpan:
         """Let the current stream use a view of the buffer, which another stream may have loaded."""
         if self._loaded is not None:
             stream, event = self._loaded
-            current = torch.accelerator.current_stream(tensor.device)
+            current = current_stream(tensor.device)
             if current != stream:
                 current.wait_event(event)
                 record_stream(tensor, current)
@@ -117,8 +118,8 @@ class ByteSpan:
         """
         base = self._load(start_address, device)
         if device.type != "cpu":
-            stream = torch.accelerator.current_stream(device)
-            self._loaded = stream, stream.record_event()
+            stream = current_stream(device)
+            self._loaded = stream, accelerator_of(device).event(stream)
         return base
 
     def _load(self, start_address: int, device: torch.device) -> Tensor:

@@ -251,7 +251,7 @@ class Record:
                 storage, where = self._load(span).untyped_storage(), span.hot
                 if self._is_complete:
                     self._by_storage.add(storage, self)
-            _asked(span, current_graph_task(), place)
+            _note_asked(span, current_graph_task(), place)
             assert where is not None
             found = where.view(storage, place)
             if where is span.hot:
@@ -333,7 +333,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
-def _asked(span: ByteSpan, task: int, place: TensorPlace) -> None:
+def _note_asked(span: ByteSpan, task: int, place: TensorPlace) -> None:
     held = span.held.get(task)
     if held is not None:
         held[1].discard(ref(place))

@@ -369,7 +369,7 @@ def parameter_in(memory: torch.UntypedStorage) -> Tensor | None:
     return parameter if is_there else None  # else it is one that got the address of its earlier memory
 
 
-def put_to_rest(parameters: Iterable[Tensor]) -> None:
+def put_away_all(parameters: Iterable[Tensor]) -> None:
     """Let the offloads of some parameters put away what code has read, so that a run of a step begins as others do."""
     found = [keeper for one in parameters if (keeper := keeper_of(one)) is not None]
     for keeper in {id(one): one for one in found}.values():

@@ -30,12 +30,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchremat._compat.accelerators import accelerator_of, record_stream
+from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.streams import current_stream, record_stream, use_stream, wait_stream
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.stores.base import Content, Ledger
 from torchremat.stores.pinned import PinnedBlock, Pool
@@ -45,11 +46,6 @@ from torchremat.tensors.versioned import Versioned
 # peak stored bytes, or one tensor. Otherwise a small model would have all of its memory in flight, and free nothing.
 _FLYING_BYTES = 256 * 2**20
 _FLYING_SHARE = 1 / 8
-
-
-def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which the caller computes; the host has none, and needs no transfers."""
-    return cast("torch.Stream", accelerator_of(device).current_stream(device))
 
 
 class CopyAhead(NamedTuple):
@@ -63,7 +59,7 @@ class CopyAhead(NamedTuple):
 
     tensor: Tensor
     copied: torch.Event
-    owner: torch.Stream
+    owner: Stream
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +88,7 @@ class Transfers:
         self.pool = pool
         self.ledger = ledger
         self._lock = threading.Lock()
-        self._streams: dict[tuple[str, torch.device], torch.Stream] = {}
+        self._streams: dict[tuple[str, torch.device], Stream] = {}
         self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
         self._left: deque[CopyAhead] = deque()  # never asked for, see NOTE [ What a finalizer may do ]
@@ -120,11 +116,11 @@ class Transfers:
             self._flying_bytes += flight.size_bytes
         return TransferHandle(self, flight, place, host, content)
 
-    def stream(self, way: Literal["in", "out"], device: torch.device) -> torch.Stream:
+    def stream(self, way: Literal["in", "out"], device: torch.device) -> Stream:
         """Return the stream for copies from a device, or for those to it that nothing waits for yet."""
         found = self._streams.get((way, device))  # without the lock, see NOTE [ What a finalizer may do ]
         if found is None:
-            new = cast("torch.Stream", accelerator_of(device).new_stream(device))
+            new = accelerator_of(device).new_stream(device)
             with self._lock:
                 found = self._streams.setdefault((way, device), new)
         return found
@@ -134,7 +130,7 @@ class Transfers:
         with self._lock:
             for flights in self._flights.values():
                 while flights and flights[0].copied.query():
-                    self._landed(flights.popleft())
+                    self._release(flights.popleft())
             for _ in range(len(self._left)):
                 left = self._left.popleft()
                 if not left.copied.query():
@@ -165,13 +161,13 @@ class Transfers:
 
     def _begin(self, tensor: Tensor, host: Tensor, content: Content) -> Flight:
         line = content.line(tensor)
-        accelerator, stream = accelerator_of(content.device), self.stream("out", content.device)
-        stream.wait_stream(current_stream(content.device))
-        with accelerator.on(stream):
+        stream = self.stream("out", content.device)
+        wait_stream(stream, current_stream(content.device))
+        with use_stream(stream):
             host.copy_(line, non_blocking=True)
-        return Flight(Versioned(line), accelerator.event(stream), line.nbytes)
+        return Flight(Versioned(line), accelerator_of(content.device).event(stream), line.nbytes)
 
-    def _landed(self, flight: Flight) -> None:
+    def _release(self, flight: Flight) -> None:
         source = flight.source
         if source is not None and source.is_written and not flight.is_awaited:
             flight.changed = str(source.written())
@@ -242,16 +238,15 @@ class TransferHandle:
             current_stream(self._content.device).wait_event(flight.copied)
             flight.is_awaited = True
 
-    def _copy(self, stream: torch.Stream, owner: torch.Stream) -> CopyAhead:
+    def _copy(self, stream: Stream, owner: Stream) -> CopyAhead:
         """Copy it on a stream, to memory of the current one."""
         fresh = self._content.empty()
         if stream is not owner:
-            stream.wait_stream(owner)  # the owner may still use the memory
+            wait_stream(stream, owner)  # the owner may still use the memory
         stream.wait_event(self._flight.copied)
-        accelerator = accelerator_of(self._content.device)
-        with accelerator.on(stream):
+        with use_stream(stream):
             fresh.copy_(self._host, non_blocking=True)
-        copied = accelerator.event(stream)
+        copied = accelerator_of(self._content.device).event(stream)
         self._place.used(copied)
         return CopyAhead(fresh, copied, owner)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.tensors import is_nested_strided
-from torchremat.tensors.metadata import shape_of
+from torchremat.tensors.metadata import shape_of, span_of
 from torchremat.tensors.parts import is_wrapper, parts_of, sparse_parts
 
 
@@ -46,8 +46,7 @@ def apart(tensor: Tensor) -> Tensor:
         if not _is_plain(tensor) or tensor.numel() == 0:
             return tensor.detach().clone()
         # Copy the bytes in between too: then no element needs to be told from another.
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        span = tensor.detach().as_strided((last + 1,), (1,)).clone()
+        span = tensor.detach().as_strided((span_of(tensor.shape, tensor.stride()),), (1,)).clone()
         return span.as_strided(tensor.shape, tensor.stride())
 
 

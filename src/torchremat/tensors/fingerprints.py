@@ -27,7 +27,8 @@ from torchremat._compat.tensors import is_dense
 from torchremat._compat.transforms import below_transforms, transform_level_of, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
-from torchremat.tensors.parts import PLAIN_CLASSES
+from torchremat.tensors.metadata import span_of
+from torchremat.tensors.parts import PLAIN_CLASSES, inner_of
 
 # The most bytes that Python hashes sooner than NumPy adds them up.
 _HASHED_BYTES = 32 << 10
@@ -69,7 +70,7 @@ def hash_here(tensor: Tensor) -> int | None:
         return None
     size = tensor.nbytes
     if not is_dense(tensor):
-        return hash(_gathered(tensor)) if size <= _GATHERED_BYTES else None
+        return hash(_gather(tensor)) if size <= _GATHERED_BYTES else None
     if size <= _HASHED_BYTES:
         return hash(ctypes.string_at(tensor.data_ptr(), size))
     # As in a fingerprint: sums of rows and of columns.
@@ -79,13 +80,11 @@ def hash_here(tensor: Tensor) -> int | None:
     return hash((_add(words, 1).tobytes(), _add(words, 0).tobytes(), memory[8 * whole :].tobytes()))
 
 
-def _gathered(tensor: Tensor) -> bytes:
+def _gather(tensor: Tensor) -> bytes:
     """Return the bits of a tensor on the host, element by element."""
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
-    reach = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    return np.ndarray(
-        shape, f"V{size}", _memory(tensor, reach * size), 0, [stride * size for stride in strides]
-    ).tobytes()
+    memory = _memory(tensor, span_of(shape, strides) * size)
+    return np.ndarray(shape, f"V{size}", memory, 0, [stride * size for stride in strides]).tobytes()
 
 
 def _memory(tensor: Tensor, size: int) -> memoryview:
@@ -132,14 +131,14 @@ def _sums(words: Any, rest: Any) -> tuple[Any, Any]:
     """Return the two numbers of a fingerprint, in the same arithmetic for tensors and for NumPy's arrays."""
     count = math.prod(words.shape)
     if count <= _SMALL:
-        return _ordered(words), words.sum(0, keepdims=True) + 3 * _ordered(rest)
+        return _weigh(words), words.sum(0, keepdims=True) + 3 * _weigh(rest)
     # Sums of rows and of columns: reading a long tensor costs the most, and sums are read at once.
     whole = count // _ROW * _ROW
     square = words[:whole].reshape(-1, _ROW)
-    return _ordered(square.sum(1)), _ordered(square.sum(0)) + 3 * _ordered(words[whole:]) + 5 * _ordered(rest)
+    return _weigh(square.sum(1)), _weigh(square.sum(0)) + 3 * _weigh(words[whole:]) + 5 * _weigh(rest)
 
 
-def _ordered(numbers: Any) -> Any:
+def _weigh(numbers: Any) -> Any:
     # Odd weights lose no bit; overflow wraps around. Words of round numbers differ in their high bits alone, which the
     # weights would shift out: they are mixed into the low ones.
     mixed = numbers ^ (numbers >> 31)
@@ -152,10 +151,8 @@ def _ordered(numbers: Any) -> Any:
 
 
 def _of_parts(tensor: Tensor, name: str, by_memory: bool) -> Tensor:
-    names, _ = cast("Any", tensor).__tensor_flatten__()
     whole = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for place, part in enumerate(cast("list[str]", names)):
-        inner = getattr(tensor, part)
+    for place, inner in enumerate(inner_of(tensor).values()):
         if isinstance(inner, Tensor):
             whole = whole + (2 * place + 1) * _of(inner, name, by_memory).to(tensor.device, non_blocking=True)
     return whole

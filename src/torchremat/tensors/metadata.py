@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,18 @@ def numbers_of(sizes: Iterable[int]) -> tuple[int, ...]:
 def covers(wanted: torch.device, device: torch.device) -> bool:
     """Return whether a device is the wanted one; "cuda" without an index stands for all of its type."""
     return device.type == wanted.type and wanted.index in (None, device.index)
+
+
+def empty_of(metadata: Metadata) -> Tensor:
+    """Return a tensor of some metadata, with strides, and with any values."""
+    shape, dtype, device, strides = metadata
+    assert isinstance(strides, tuple)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of its memory a tensor spans, from the first one to the last; it has at least one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -41,7 +41,7 @@ from torchremat._compat.compiled_autograd import (
 )
 from torchremat._compat.dynamo import traced_as
 from torchremat.errors import UnsupportedError
-from torchremat.tensors.metadata import Metadata, metadata_of, without_repeats
+from torchremat.tensors.metadata import Metadata, empty_of, metadata_of, without_repeats
 
 Hook = TypeVar("Hook", bound=Callable[[Any], Tensor])
 
@@ -124,14 +124,14 @@ def _unpack(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Ten
             raise UnsupportedError(_is_no_plain_tensor(type(tensor).__name__))
         # A copy of a lazily conjugated tensor has the memory that the graph expects.
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    if metadata_of(tensor) != metadata or (reuses_memory and _is_not_ours(tensor)):
+    is_not_ours = is_shared(tensor) or tensor.data_ptr() % _ALIGNMENT != 0
+    if metadata_of(tensor) != metadata or (reuses_memory and is_not_ours):
         # See NOTE [ What an operator may return ]
-        return _copy(tensor, metadata)
+        copy = empty_of(metadata)
+        single = without_repeats(copy.shape, copy.stride())
+        copy[single].copy_(tensor[single])
+        return copy
     return tensor
-
-
-def _is_not_ours(tensor: Tensor) -> bool:
-    return is_shared(tensor) or tensor.data_ptr() % _ALIGNMENT != 0
 
 
 # The alignment that generated kernels for devices expect of an address.
@@ -140,19 +140,10 @@ _ALIGNMENT = 16
 
 def _shapes(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Tensor:
     remember_stand_in(packed)
-    shape, dtype, device, strides = packed.metadata
+    strides = packed.metadata[3]
     if not isinstance(strides, tuple):
         raise UnsupportedError(_is_no_plain_tensor(f"tensor of layout {strides}"))
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def _copy(tensor: Tensor, metadata: Metadata) -> Tensor:
-    shape, dtype, device, strides = metadata
-    assert isinstance(strides, tuple)
-    copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    single = without_repeats(shape, strides)
-    copy[single].copy_(tensor[single])
-    return copy
+    return empty_of(packed.metadata)
 
 
 class _End:

@@ -7,8 +7,8 @@ this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -18,6 +18,10 @@ from torchremat.errors import UnsupportedError
 
 # Classes whose memory is the tensor's own storage.
 PLAIN_CLASSES = frozenset({Tensor, nn.Parameter})
+
+
+# Makes a tensor of a class of wrappers from its parts, by name.
+Rebuild: TypeAlias = Callable[[Mapping[str, object]], Tensor]
 
 
 class _WrapperTensor(Protocol):
@@ -32,20 +36,31 @@ def is_wrapper(tensor: Tensor) -> bool:
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that make up a wrapper, at any depth; any other tensor is its own only part."""
     if is_wrapper(tensor):
-        names, _ = cast("_WrapperTensor", tensor).__tensor_flatten__()
-        for name in names:
-            part: object = getattr(tensor, name)
+        for part in inner_of(tensor).values():
             if isinstance(part, Tensor):  # a DTensor names its mesh as well
                 yield from parts_of(part)
     else:
         yield tensor
 
 
+def inner_of(tensor: Tensor) -> dict[str, object]:
+    """Return the parts of a wrapper, by name: tensors, and what else its class names."""
+    names, _ = cast("_WrapperTensor", tensor).__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def rebuilding(tensor: Tensor) -> Rebuild:
+    """Return the function that makes a wrapper like this one from such parts; it keeps nothing of this one alive."""
+    _, context = cast("_WrapperTensor", tensor).__tensor_flatten__()
+    kind, size, stride = cast("Any", type(tensor)), tensor.size(), tensor.stride()
+    return lambda inner: kind.__tensor_unflatten__(inner, context, size, stride)
+
+
 def attributes_of(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that user code has set on a tensor; the parts of a wrapper, set there too, are left out."""
     attributes = dict(tensor.__dict__)
     if is_wrapper(tensor):
-        for name in cast("_WrapperTensor", tensor).__tensor_flatten__()[0]:
+        for name in inner_of(tensor):
             attributes.pop(name, None)
     return attributes
 

@@ -153,11 +153,11 @@ def join(template: object, tensors: Sequence[Tensor]) -> object:
     if type(template) is dict:
         return {key: join(item, tensors) for key, item in template.items()} if template else {}
     if type(template) is _Node:
-        return _joined(template, tensors)
+        return _join_node(template, tensors)
     return template.children[0] if type(template) is _Whole else template
 
 
-def _joined(node: _Node, tensors: Sequence[Tensor]) -> object:
+def _join_node(node: _Node, tensors: Sequence[Tensor]) -> object:
     children = join(node.children, tensors)
     registered = registered_containers.get(node.kind)
     if registered is not None:

@@ -233,7 +233,7 @@ def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
             "color": [_colour(one.kind, place) for place, one in enumerate(slices)],
             "line": {"width": 1 if len(slices) <= _MOST_OUTLINED else 0, "color": "@panel"},
         },
-        "customdata": [[_told(one), one.key] for one in slices],
+        "customdata": [[_describe(one), one.key] for one in slices],
         "hovertemplate": "%{customdata[0]}<extra></extra>",
         "text": [escape(one.name) for one in slices] if len(slices) <= _MOST_NAMED else None,
         "textposition": "inside",
@@ -248,6 +248,6 @@ def _colour(kind: Kind, place: int) -> str:
     return f"@{kind}{place % 2}" if kind in ("module", "other") else f"@{kind}"
 
 
-def _told(one: Slice) -> str:
+def _describe(one: Slice) -> str:
     length = f"{1e3 * one.starts_s:.2f} to {1e3 * one.ends_s:.2f} ms"
     return "<br>".join([f"<b>{escape(one.name)}</b>", length, *map(escape, one.says)])

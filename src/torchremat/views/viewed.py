@@ -33,10 +33,10 @@ def write_trace(steps: Sequence[Step], path: str | Path) -> None:
 
 
 def _events(step: Step, process: int) -> Iterator[_Event]:
-    yield _named("process_name", step.name, process)
+    yield _name_event("process_name", step.name, process)
     rows = {row: thread for thread, row in enumerate(dict.fromkeys(one.row for one in step.slices), 1)}
     for row, thread in rows.items():
-        yield _named("thread_name", row, process, thread)
+        yield _name_event("thread_name", row, process, thread)
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
     for one in step.slices:
         yield {
@@ -57,7 +57,7 @@ def _events(step: Step, process: int) -> Iterator[_Event]:
         yield {"ph": "i", "s": "p", "pid": process, "tid": 0, "name": "peak", "ts": 1e6 * peak.seconds, "args": args}
 
 
-def _named(kind: str, name: str, process: int, thread: int = 0) -> _Event:
+def _name_event(kind: str, name: str, process: int, thread: int = 0) -> _Event:
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
 

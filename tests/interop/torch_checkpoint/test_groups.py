@@ -1,5 +1,3 @@
-import gc
-
 import pytest
 import torch
 from torch.utils import checkpoint as torchs
@@ -169,21 +167,18 @@ def test_torchs_own_regions_in_it_recompute_once_too():
     assert halves.function.calls == 2
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_what_was_recomputed_for_nobody_goes_with_the_group():
     watched = Watched()
     x = leaf(3)
     y = checkpoint(lambda a: (watched(a), a.sin()), x, use_reentrant=False, early_stop=False)
-    gc.disable()
 
-    try:
-        group = GraphExecGroup()
-        with group:
-            y[1].sum().backward()
-        assert len(watched.alive) == 1  # the exp of the other output, which may be asked for in the group
-        del group
-        assert len(watched.alive) == 0
-    finally:
-        gc.enable()
+    group = GraphExecGroup()
+    with group:
+        y[1].sum().backward()
+    assert len(watched.alive) == 1  # the exp of the other output, which may be asked for in the group
+    del group
+    assert len(watched.alive) == 0
 
 
 def test_a_group_that_outlives_many_regions_keeps_none_of_them():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from logs import Count, Log
+from pipeline.layered import nodes
 from torchremat.errors import PipelineError
 from torchremat.interop.torchgpipe import GPipe, is_checkpointing, is_recomputing
 from turns import in_turn
@@ -31,17 +32,6 @@ class Call(nn.Module):
 
     def forward(self, x):
         return self.function(x)
-
-
-def nodes(*outputs):
-    """The names of all nodes of a graph."""
-    found, left = set(), [output.grad_fn for output in outputs]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [following for following, _ in node.next_functions]
-    return [node.name() for node in found]
 
 
 # 1.1: microbatches

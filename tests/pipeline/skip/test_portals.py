@@ -1,6 +1,5 @@
 """Portals: a skip goes to the stage that pops it, and nobody holds it longer than the table in portals.py says."""
 
-import gc
 from weakref import WeakSet
 
 import pytest
@@ -22,6 +21,8 @@ from torchremat.pipeline.skip import (
     inspect_skip_layout,
     use_skip_tracker,
 )
+
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 SOURCE, TARGET = CpuStream(), CpuStream()
 
@@ -254,14 +255,6 @@ class Microbatch:
         with use_skip_tracker(tracker):
             output = self.stages[stage](value)
         return output, tracker.outgoing
-
-
-@pytest.fixture(autouse=True)
-def _nothing_needs_the_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def events(copies, call, *, keeps=True):

@@ -1,6 +1,5 @@
 """Skips that begin, end, or both, in regions: gradients are those of the plain run, and nothing is left behind."""
 
-import gc
 import threading
 from weakref import WeakSet
 
@@ -196,34 +195,27 @@ def test_a_region_around_both_ends_does_not_hold_the_skip():
     assert skips_alive(lambda net, x: checkpoint(net, x)) == (0, 0)
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_region_holds_what_it_pops_until_its_backward():
-    gc.disable()
-    try:
-        assert skips_alive(lambda net, x: checkpoint(net[2], net[1](checkpoint(net[0], x)))) == (1, 0)
-        # The region of the two drops what its forward makes, the skip included, but for what is popped by an inner one.
-        assert skips_alive(lambda net, x: checkpoint(lambda x: net[2](net[1](checkpoint(net[0], x))), x)) == (0, 0)
-        assert skips_alive(lambda net, x: checkpoint(lambda x: checkpoint(net[2], net[1](net[0](x))), x)) == (1, 0)
-    finally:
-        gc.enable()
+    assert skips_alive(lambda net, x: checkpoint(net[2], net[1](checkpoint(net[0], x)))) == (1, 0)
+    # The region of the two drops what its forward makes, the skip included, but for what is popped by an inner one.
+    assert skips_alive(lambda net, x: checkpoint(lambda x: net[2](net[1](checkpoint(net[0], x))), x)) == (0, 0)
+    assert skips_alive(lambda net, x: checkpoint(lambda x: checkpoint(net[2], net[1](net[0](x))), x)) == (1, 0)
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("goes_backward", [True, False])
 def test_regions_go_without_the_collector(way, goes_backward):
     run, _ = WAYS[way]
     net, x = model(), leaf(3, 4)
-    gc.collect()
-    gc.disable()
-    try:
-        before = len(live_regions())
-        for _ in range(3):
-            y = run(checkpoint, net, x).sum()
-            if goes_backward:
-                y.backward()
-            del y
-        assert len(live_regions()) == before
-    finally:
-        gc.enable()
+    before = len(live_regions())
+    for _ in range(3):
+        y = run(checkpoint, net, x).sum()
+        if goes_backward:
+            y.backward()
+        del y
+    assert len(live_regions()) == before
 
 
 def test_nothing_is_left_by_a_recompute_that_raises():

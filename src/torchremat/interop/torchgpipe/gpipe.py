@@ -8,7 +8,7 @@ from typing import Any, NoReturn, SupportsInt, cast
 import torch
 from torch import Tensor, nn
 
-from torchremat.pipeline.dependency import Passing, passed
+from torchremat.pipeline.dependency import Passing, pass_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
 from torchremat.pipeline.pipe import Pipe
@@ -64,7 +64,7 @@ class GPipe(Pipe):
             deferred_batch_norm=deferred_batch_norm,
         )
         for partition in self.partitions:
-            partition.register_forward_hook(_checked)
+            partition.register_forward_hook(_check_output)
 
     def forward(self, input: object) -> object:
         """Run a batch through the partitions.
@@ -81,11 +81,11 @@ class GPipe(Pipe):
 
     def cuda(self, device: Device | None = None) -> NoReturn:
         """Refuse to move."""
-        raise _moved()
+        raise _refuse_to_move()
 
     def cpu(self) -> NoReturn:
         """Refuse to move."""
-        raise _moved()
+        raise _refuse_to_move()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype; refuse to move.
@@ -95,7 +95,7 @@ class GPipe(Pipe):
         """
         places = (torch.device, int, str, Tensor)
         if "device" in kwargs or "tensor" in kwargs or (args and isinstance(args[0], places)):
-            raise _moved()
+            raise _refuse_to_move()
         super().to(*args, **kwargs)
         return self
 
@@ -142,13 +142,13 @@ def check(value: object) -> None:
         raise TypeError(f"expected Tensor, but got {type(value).__name__}")
 
 
-def _checked(_partition: nn.Module, _given: tuple[object, ...], output: object) -> object:
+def _check_output(_partition: nn.Module, _given: tuple[object, ...], output: object) -> object:
     """Check the output of a partition, and mark it where it is recomputed."""
     check(output)
     if not (is_checkpointing() or is_recomputing()):
         return None
     found = Microbatch.of(output)
-    return Microbatch(found.template, passed(Checkpoint, lambda: None, found.tensors)).value
+    return Microbatch(found.template, pass_all(Checkpoint, lambda: None, found.tensors)).value
 
 
 def _verify_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
@@ -175,7 +175,7 @@ def _with_advice(fact: str) -> str:
     )
 
 
-def _moved() -> TypeError:
+def _refuse_to_move() -> TypeError:
     return TypeError(
         "denied to move parameters and buffers, because GPipe should manage device placement; give it `devices`"
     )

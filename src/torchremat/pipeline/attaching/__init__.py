@@ -1,6 +1,5 @@
 """Sessions for the schedules of torch.distributed.pipelining, which run as they are.
 
-patches.py   one attribute of one object, replaced for a while
 stages.py    a session for each microbatch of a stage, and recomputes during a transfer
 waits.py     where a schedule waits for a transfer
 orders.py    the order of a schedule, and how many microbatches a stage holds

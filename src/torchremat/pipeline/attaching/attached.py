@@ -17,15 +17,15 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
+from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, name_of, stages_of
 from torchremat._compat.sharding import is_managed, is_sharded
 from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
-from torchremat.pipeline.attaching.patches import Original, Patch, undo_all
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.prediction import with_prediction
+from torchremat.pipeline.predictions import with_prediction
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline, timeline_of
 from torchremat.regions.patches import scopes_on
@@ -127,7 +127,11 @@ class Attached:
         Raises:
             UnsupportedError: Other code has replaced an attribute of the schedule since; nothing is undone then.
         """
-        undo_all(self._patches)
+        problems = [problem for patch in self._patches if (problem := patch.problem()) is not None]
+        if problems:
+            raise UnsupportedError(f"cannot detach: {'; '.join(problems)}. Undo that first.")
+        while self._patches:
+            self._patches.pop().undo()
         self.close()
 
     def __enter__(self) -> Attached:
@@ -193,10 +197,10 @@ def attach(
     if budget is not None and not lookahead:
         problems.append(f"lookahead_bytes={lookahead_bytes!r} with lookahead=False: there is nothing to bound")
     if checkpoint == "in_flight":
-        problems += _planned(schedule)
+        problems += _problems_of_plans(schedule)
     check_hooks(schedule, waits=lookahead or record)
     if lookahead:
-        problems += _sharded(schedule, name)
+        problems += _problems_of_shards(schedule, name)
     if problems:
         raise UnsupportedError(f"{'; '.join(problems)}.")
     return Attached(schedule, lookahead=lookahead, lookahead_bytes=budget, checkpoint=checkpoint, record=record)
@@ -214,7 +218,7 @@ def detach(schedule: object) -> None:
     step.attached.detach()
 
 
-def _planned(schedule: object) -> list[str]:
+def _problems_of_plans(schedule: object) -> list[str]:
     """Return the reasons why microbatches cannot run without regions: a plan needs all of its regions."""
     return [
         f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at "
@@ -225,7 +229,7 @@ def _planned(schedule: object) -> list[str]:
     ]
 
 
-def _sharded(schedule: object, name: str) -> list[str]:
+def _problems_of_shards(schedule: object, name: str) -> list[str]:
     """Return why a look-ahead would not find parameters gathered: the schedule must have unsharded the stage."""
     problems: list[str] = []
     for stage in stages_of(schedule):

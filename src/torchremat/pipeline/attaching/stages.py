@@ -32,8 +32,8 @@ from weakref import ref
 
 import torch
 
+from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_pass_of
-from torchremat.pipeline.attaching.patches import Original, Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
 from torchremat.regions.sessions import Session

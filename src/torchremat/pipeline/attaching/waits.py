@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 from weakref import ref
 
+from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import (
     LOOP,
     RECEIVES_OF_SCHEDULE,
@@ -21,7 +22,6 @@ from torchremat._compat.pipelining import (
     name_of,
     stages_of,
 )
-from torchremat.pipeline.attaching.patches import Original, Patch
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.recorder import Recorder
 

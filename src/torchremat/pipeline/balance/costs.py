@@ -91,7 +91,7 @@ class LayerCopy:
             return _enter(phony, [data]) if tensor.requires_grad else data
 
         skips = {key: skip for key, skip in self.before.skips.items() if self._is_popped(key)}
-        return cast("Boundary", mapped(enter, Boundary(value=self.before.value, skips=skips)))
+        return cast("Boundary", map_tensors(enter, Boundary(value=self.before.value, skips=skips)))
 
     def run(self, entered: Boundary) -> Boundary:
         """Run the layer's forward; return its results, with their graph."""
@@ -103,7 +103,7 @@ class LayerCopy:
     def after(self, ran: Boundary) -> Boundary:
         """Return the values that pass to the layers after this one."""
         waiting = {key: skip for key, skip in self.before.skips.items() if not self._is_popped(key)}
-        cut = cast("Boundary", mapped(_cut_off, ran))
+        cut = cast("Boundary", map_tensors(lambda one: one.detach().requires_grad_(one.requires_grad), ran))
         return Boundary(value=cut.value, skips={**waiting, **cut.skips})
 
     def _is_popped(self, key: Key) -> bool:
@@ -130,7 +130,7 @@ def run_each(
     def move(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    boundary = Boundary(value=mapped(move, value), skips={})
+    boundary = Boundary(value=map_tensors(move, value), skips={})
     for place, layer in enumerate(layers):
         # Only the cell holds the copy, and nothing holds the cell when the next one is made.
         copied = copy.deepcopy(layer).to(device).train()
@@ -139,15 +139,11 @@ def run_each(
         yield found
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
+def map_tensors(function: Callable[[Tensor], Tensor], value: object) -> object:
     """Return a value with other tensors in the places of its own."""
     tensors: list[Tensor] = []
     template = split(value, tensors, [])
     return join(template, [function(tensor) for tensor in tensors])
-
-
-def _cut_off(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 _IDLE_RUNS = 25
@@ -168,7 +164,7 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
     numbers = StorageNumbers()
 
     def sized(cell: LayerCopy) -> tuple[int, Boundary]:
-        saved_bytes, after = _sized_run(cell, numbers)
+        saved_bytes, after = _run_sized(cell, numbers)
         return saved_bytes + round(param_scale * StorageNumbers().new_bytes(list(cell.layer.parameters()))), after
 
     with untouched(None), torch.inference_mode(False), torch.enable_grad():
@@ -182,10 +178,10 @@ def first_microbatch(batch: object, chunks: int) -> object:
         # A copy, since a view would keep the bytes of the batch.
         return tensor.detach()[: -(-len(tensor) // chunks)].clone().requires_grad_(tensor.requires_grad)
 
-    return batch if chunks == 1 else mapped(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
+    return batch if chunks == 1 else map_tensors(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
 
 
-def _sized_run(cell: LayerCopy, counted: StorageNumbers) -> tuple[int, Boundary]:
+def _run_sized(cell: LayerCopy, counted: StorageNumbers) -> tuple[int, Boundary]:
     """Run a layer's forward; return the bytes that autograd keeps of it, and the values that pass on."""
     entered = cell.entered(copied=False)
     subject = Subject(
@@ -228,7 +224,7 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
 
         def timed(cell: LayerCopy) -> tuple[float, Boundary]:
             share = max(0.0, until - time.perf_counter()) / (len(module) - cell.place)
-            return _timed(cell, device, share, idle_s)
+            return _time(cell, device, share, idle_s)
 
         return list(run_each(module, sample, device, timed))
 
@@ -237,20 +233,20 @@ def _idle_seconds(device: torch.device) -> float:
     """Return the seconds of an empty backward: here one starts for each layer, and for a model only one."""
     value = torch.ones(1, device=device, requires_grad=True)
     cell = LayerCopy(layer=nn.Identity(), place=0, layout=SkipLayout(1, {}), before=Boundary(value=value, skips={}))
-    return median(_timed_run(cell, device)[0] for _ in range(_IDLE_RUNS))
+    return median(_time_run(cell, device)[0] for _ in range(_IDLE_RUNS))
 
 
-def _timed(cell: LayerCopy, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
+def _time(cell: LayerCopy, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
     """Run a layer until the time is up; return the median of its seconds, and the values that pass on."""
     stop = time.perf_counter() + timeout
-    _, after = _timed_run(cell, device, idle_s)
-    runs = [_timed_run(cell, device, idle_s)[0]]
+    _, after = _time_run(cell, device, idle_s)
+    runs = [_time_run(cell, device, idle_s)[0]]
     while time.perf_counter() < stop:
-        runs.append(_timed_run(cell, device, idle_s)[0])
+        runs.append(_time_run(cell, device, idle_s)[0])
     return median(runs), after
 
 
-def _timed_run(cell: LayerCopy, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
+def _time_run(cell: LayerCopy, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
     """Run a layer forward and backward; return its seconds, and the values that pass on."""
     entered = cell.entered(copied=True)
     start = _now(device)

@@ -43,10 +43,10 @@ def balance(costs: Iterable[float], partitions: int) -> Balance:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         problems.append(f"costs: {', '.join(wrong[:3])}{more}; a cost is a finite number, at least 0")
     if problems:
-        raise ScheduleError(f"balance: {_listed(problems)}")
+        raise ScheduleError(f"balance: {_list(problems)}")
     # Scalars of NumPy and torch are costs as well.
     exact = [cost if isinstance(cost, int) else float(cost) for cost in found]
-    return _balanced(exact, partitions, "", map(str, range(len(found))))
+    return _balance(exact, partitions, "", map(str, range(len(found))))
 
 
 def balance_by_time(
@@ -77,10 +77,10 @@ def balance_by_time(
     if not timeout >= 0:
         problems.append(f"timeout={timeout!r}: expected seconds, at least 0")
     if problems:
-        raise StepError(f"balance_by_time: {_listed(problems)}")
+        raise StepError(f"balance_by_time: {_list(problems)}")
     check_materialised(module)
     place = _device(module, sample, device)
-    return _balanced(layer_seconds(module, sample, timeout=timeout, device=place), partitions, "s", module._modules)
+    return _balance(layer_seconds(module, sample, timeout=timeout, device=place), partitions, "s", module._modules)
 
 
 def balance_by_size(
@@ -115,14 +115,14 @@ def balance_by_size(
     if not _is_cost(param_scale):
         problems.append(f"param_scale={param_scale!r}: expected a finite number, at least 0")
     if problems:
-        raise StepError(f"balance_by_size: {_listed(problems)}")
+        raise StepError(f"balance_by_size: {_list(problems)}")
     check_materialised(module)
     place = _device(module, input, device)
     sizes = layer_bytes(module, first_microbatch(input, chunks), param_scale=param_scale, device=place)
-    return _balanced(sizes, partitions, "B", module._modules)
+    return _balance(sizes, partitions, "B", module._modules)
 
 
-def _balanced(costs: list[float] | list[int], partitions: int, unit: Unit, names: Iterable[str]) -> Balance:
+def _balance(costs: list[float] | list[int], partitions: int, unit: Unit, names: Iterable[str]) -> Balance:
     return Balance(counts=partition(costs, partitions), costs=tuple(costs), unit=unit, names=tuple(names))
 
 
@@ -174,7 +174,7 @@ def _problems_of_chunks(chunks: int, batch: object) -> list[str]:
     return []
 
 
-def _listed(problems: list[str]) -> str:
+def _list(problems: list[str]) -> str:
     if len(problems) == 1:
         return f"{problems[0]}."
     return f"{len(problems)} problems:" + "".join(f"\n  {problem}." for problem in problems)

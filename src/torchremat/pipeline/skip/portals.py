@@ -25,8 +25,9 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from torchremat._compat.accelerators import Stream
+from torchremat._compat.streams import current_stream
 from torchremat.errors import MutationError, SkipError, bug
-from torchremat.pipeline.copying import copy_all, current_stream, wait_all
+from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.ordering import Ordering
 from torchremat.pipeline.skip.layouts import Key, SkipLayout
 from torchremat.tensors.metadata import version_of

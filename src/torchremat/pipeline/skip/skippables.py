@@ -80,7 +80,7 @@ class Skippable(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Return the recipe that makes the module again when it is copied or unpickled."""
         cls = type(self)
-        if _named(cls) is cls:
+        if _resolve(cls) is cls:
             return super().__reduce_ex__(protocol)
         # `skippable(...)(Cls)`, which is bound to an unknown name.
         made_by = cls.module_cls, sorted(cls.stashable_names), sorted(cls.poppable_names)
@@ -249,7 +249,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             "poppable_names": poppable,
         }
         made = cast("type[Skippable]", type(module_cls.__name__, (Skippable,), attributes))
-        if _named(module_cls) is not module_cls:
+        if _resolve(module_cls) is not module_cls:
             # A decorator is about to take its name; a pickle finds it here then.
             module_cls.__qualname__ += ".module_cls"
         return made
@@ -266,7 +266,7 @@ def _names(argument: str, names: object) -> frozenset[str]:
     return frozenset(cast("list[str]", found))
 
 
-def _named(cls: type) -> object:
+def _resolve(cls: type) -> object:
     """Return the object that the name of a class refers to."""
     found: object = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):

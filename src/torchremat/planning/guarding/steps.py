@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.weak import WeakIdentityDict
+from torchremat._compat.modules import WeakIdentityDict
 from torchremat.errors import GuardError, UnsupportedError, first_of
 from torchremat.measuring.communication import known_groups
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go

@@ -27,9 +27,8 @@ from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.placements import Placements
 from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.prediction import Candidate, predict_within, rank_of_bytes
-from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded, kept, rebuilt
+from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded, kept, rebuilt, uniform_trees
 from torchremat.schedules.persistent import Persistent
-from torchremat.schedules.uniform import uniform_trees
 
 # The reported share before the polish of a tree, which takes about as long.
 _JUDGING_SHARE = 0.5

@@ -22,7 +22,7 @@ from torchremat.planning.simulator.offload_choices import OffloadChoice, Offload
 from torchremat.planning.simulator.points import Live, ProgramPoint
 from torchremat.planning.simulator.prediction import Candidate, predict, walk_of
 from torchremat.schedules.chain import KeepNode, Tree
-from torchremat.schedules.transfers import QueuedCopy, earliest_dues, latest_begins, reading_wait_s, writing_wait_s
+from torchremat.schedules.store_queue import QueuedCopy, earliest_dues, latest_begins, reading_wait_s, writing_wait_s
 
 # During how many units a transfer may be in flight, out and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)

@@ -15,7 +15,7 @@ from weakref import finalize, ref
 import torch
 from torch import nn
 
-from torchremat._compat.weak import WeakIdentityDict
+from torchremat._compat.modules import WeakIdentityDict
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.optimizers import parameters_of
 from torchremat.measuring.untouched import have_gradients

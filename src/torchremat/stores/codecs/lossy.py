@@ -30,7 +30,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _checked(group: int | None) -> None:
+def _check_group(group: int | None) -> None:
     if group is not None and group < _SMALLEST_GROUP:
         raise UnsupportedError(
             f"group={group} saves no bytes, since each group costs some. Use {_SMALLEST_GROUP} or more."
@@ -81,15 +81,15 @@ class Int8:
     group: int = 128
 
     def __post_init__(self) -> None:
-        _checked(self.group)
+        _check_group(self.group)
 
     def encode(self, tensor: Tensor) -> Encoded | None:
         """Return a tensor of floats in 8 bits and scales; None for any other."""
-        return _encoded(tensor, self.group, torch.int8, _to_int8)
+        return _encode(tensor, self.group, torch.int8, _to_int8)
 
     def decode(self, payload: Tensor, form: Form) -> Tensor:
         """Return the floats."""
-        return _decoded(payload, form, torch.int8, _from_int8)
+        return _decode(payload, form, torch.int8, _from_int8)
 
     def bound(self, tensor: Tensor) -> Tensor:
         """Return 1/252 of the largest value of each group, and a rounding."""
@@ -114,15 +114,15 @@ class Float8:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        _checked(self.group)
+        _check_group(self.group)
 
     def encode(self, tensor: Tensor) -> Encoded | None:
         """Return a tensor of floats in 8 bits and scales; None for any other."""
-        return _encoded(tensor, self.group or tensor.numel(), torch.float8_e4m3fn, _to_float8)
+        return _encode(tensor, self.group or tensor.numel(), torch.float8_e4m3fn, _to_float8)
 
     def decode(self, payload: Tensor, form: Form) -> Tensor:
         """Return the floats."""
-        return _decoded(payload, form, torch.float8_e4m3fn, _from_float8)
+        return _decode(payload, form, torch.float8_e4m3fn, _from_float8)
 
     def bound(self, tensor: Tensor) -> Tensor:
         """Return 2**-4 of each value, a part of the largest value of its group, and a rounding."""
@@ -151,7 +151,7 @@ def _largest_of_groups(tensor: Tensor, group: int) -> Tensor:
 # Layout of a payload, in bytes: the scales of all groups, then the codes of all elements.
 
 
-def _encoded(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[Tensor], Tensor]) -> Encoded | None:
+def _encode(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[Tensor], Tensor]) -> Encoded | None:
     count, wide = tensor.numel(), _wide(tensor.dtype)
     head = -(-count // group) * wide.itemsize
     if tensor.dtype not in _FLOATS or head + count >= tensor.numel() * tensor.element_size():
@@ -169,7 +169,7 @@ def _encoded(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[
     return Encoded(payload, Form(tensor.shape, tensor.dtype, (group,)))
 
 
-def _decoded(payload: Tensor, form: Form, code: torch.dtype, from_codes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _decode(payload: Tensor, form: Form, code: torch.dtype, from_codes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     (group,), count, wide = form.numbers, form.shape.numel(), _wide(form.dtype)
     head = -(-count // group) * wide.itemsize
     scales, codes = payload[:head].view(wide), payload[head:].view(code)

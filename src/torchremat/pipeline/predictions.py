@@ -10,8 +10,7 @@ from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.timeline import Timeline, timeline_of
-from torchremat.schedules.pipelines import Action, Kind, Order, clock_cycles
-from torchremat.schedules.simulation import Costs, simulate
+from torchremat.schedules.pipelines import Action, Costs, Kind, Order, clock_cycles, simulate
 
 
 def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.fakes import is_fake
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import Carry, HeldInput
+from torchremat.loops.carries import Carry, HeldInput, bring
 from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
 from torchremat.loops.stretches import CarriedInput, Stretches
 from torchremat.regions.calls import CallArguments, Source
@@ -71,17 +71,17 @@ class Forward:
         args = carry, self.slices.joined(slices)
         here = Carry(index, self._before, self._region)
         settings = settings or self.settings
-        region = new_region(settings if index else self._checked(settings, tensors))
+        region = new_region(settings if index else self._check_first(settings, tensors))
         if place is not None or self._before is None:
             self.stretches.hold(here, tensors, place or 0)
         here.kept = tensors  # a backward inside the step may ask for it
-        held = self._held(here, tensors, slices)
+        held = self._hold(here, tensors, slices)
         try:
             if not self.is_transformed and all(map(_is_simple, tensors)):
-                return self._call(region, args, self._given(args, [*tensors, *slices], held))
+                return self._call(region, args, self._take_apart(args, [*tensors, *slices], held))
             inputs = [one for one in held.values() if isinstance(one, HeldInput)]
             with hooks_under_transforms():
-                push_saved_tensor_hooks(partial(_next, iter(inputs)), _bring)
+                push_saved_tensor_hooks(partial(_next, iter(inputs)), bring)
                 try:
                     return self._call(region, args, None)
                 finally:
@@ -96,7 +96,7 @@ class Forward:
         if self._before is not None:
             self.stretches.hold(self._before, tensors, place)
 
-    def _held(self, here: Carry, tensors: list[Tensor], slices: list[Tensor]) -> dict[int, HeldTensor]:
+    def _hold(self, here: Carry, tensors: list[Tensor], slices: list[Tensor]) -> dict[int, HeldTensor]:
         """Return, by id, how the region of a step holds its tensors: by the loop, except for parameters."""
         held: dict[int, HeldTensor] = {}
         places: list[int] = []
@@ -113,7 +113,9 @@ class Forward:
             held[id(tensor)] = SlicedInput(tensor, self.held, place, here.index)
         return held
 
-    def _given(self, args: tuple[object, object], tensors: list[Tensor], held: dict[int, HeldTensor]) -> CallArguments:
+    def _take_apart(
+        self, args: tuple[object, object], tensors: list[Tensor], held: dict[int, HeldTensor]
+    ) -> CallArguments:
         """Return the arguments of a step, taken apart."""
         if self._template is None:
             self._template = split((args, {}), [], [])
@@ -125,7 +127,7 @@ class Forward:
                 self._sources = sources  # the same for every step, but for one that is given a tensor twice
         return CallArguments(self._template, tensors, list(held.values()), sources)
 
-    def _checked(self, settings: Settings, tensors: list[Tensor]) -> Settings:
+    def _check_first(self, settings: Settings, tensors: list[Tensor]) -> Settings:
         """Return the settings for the first step: its values are compared, at the cost of one step.
 
         This finds a body that draws from a generator which is not registered. Kernels of other devices than the CPU may
@@ -147,7 +149,3 @@ def _is_simple(tensor: Tensor) -> bool:
 
 def _next(inputs: Iterator[HeldInput], _: Tensor) -> HeldInput:
     return next(inputs)
-
-
-def _bring(packed: HeldInput) -> Tensor:
-    return packed.bring()

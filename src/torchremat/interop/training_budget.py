@@ -26,12 +26,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.binding import overridden
+from torchremat._compat.data_parallel import is_data_parallel
+from torchremat._compat.sharding import (
+    adds_gradients_up,
+    reducing,
+    unreduced_gradients_again,
+    unreduced_gradients_aside,
+)
 from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug, warn
-from torchremat.interop.accumulating import as_the_last
-from torchremat.interop.request import BudgetRequest, say
-from torchremat.interop.training import Training, advised, check_releases, check_steps_alone
+from torchremat.interop.training import BudgetRequest, Training, advised, check_releases, check_steps_alone, say
 from torchremat.measuring.observers import observe_allocations
-from torchremat.measuring.runs import subject_of
+from torchremat.measuring.runs import StepObserver, Subject, subject_of
 from torchremat.measuring.untouched import have_gradients
 from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
@@ -90,7 +96,7 @@ class Budgeted:
         check_budget(request.budget, place, margin=request.margin)
         with advised(training):
             if request.shapes:
-                self._adaptive = self._adapting(request)
+                self._adaptive = self._adapt(request)
 
     @contextmanager
     def step(self, loss: Loss, batch: object, *, is_last: bool = True) -> Generator[None]:
@@ -147,7 +153,7 @@ class Budgeted:
     # ---------------------------------------------------------------------------------------------------- one plan
 
     def _prepare(self, batch: object) -> None:
-        sizes = _sizes_of(batch)
+        sizes = tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
         model, one = self.training.model, self._fitted
         is_unseen = not self._accumulates and have_gradients(model.parameters())
         if is_unseen and one is not None and one.plan.processes == 1:
@@ -174,7 +180,7 @@ class Budgeted:
             self._fitted = None
             if by_shape is not None:
                 say("batches come in several sizes: from now on each size has its own plan")
-                self._adaptive = self._adapting(by_shape)
+                self._adaptive = self._adapt(by_shape)
                 return
         self._fitted = fitted(self._request, replace(self.training, accumulates=self._accumulates), step)
         if self._fitted.plan.processes == 1:
@@ -204,10 +210,10 @@ class Budgeted:
                 except BudgetError as error:
                     warn(str(error), BudgetWarning)
 
-    def _adapting(self, request: BudgetRequest) -> Adaptive[object]:
+    def _adapt(self, request: BudgetRequest) -> Adaptive[object]:
         return Adaptive(
             self.training.model,
-            self._bound,
+            self._compute_loss,
             budget=request.budget,
             margin=request.margin,
             optimizer=self.training.optimizer,
@@ -233,14 +239,14 @@ class Budgeted:
         held = _tensors_of(batch)
 
         def step(model: nn.Module, _held: object = held) -> object:
-            return self._bound(model, batch)
+            return self._compute_loss(model, batch)
 
         return step
 
-    def _bound(self, model: nn.Module, batch: object) -> object:
+    def _compute_loss(self, model: nn.Module, batch: object) -> object:
         """Return the loss of a batch, without side effects on batch and framework."""
-        with _kept(self.training.holders):
-            return self._loss(model, _again(batch))
+        with _restore_after(self.training.holders):
+            return self._loss(model, _copy_batch(batch))
 
     def log_shapes(self) -> None:
         """Log the results of the shapes so far, if any plan has not been logged."""
@@ -298,10 +304,6 @@ def _no_loss(model: nn.Module, batch: object) -> object:
     raise bug("a step runs that has not begun")
 
 
-def _sizes_of(batch: object) -> Sizes:
-    return tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
-
-
 def _tensors_of(batch: object) -> list[Tensor]:
     opened = dict(cast("Mapping[object, object]", batch)) if isinstance(batch, Mapping) else batch
     return tensors_in(opened)
@@ -315,7 +317,7 @@ def _covers(known: Sizes, sizes: Sizes) -> bool:
     )
 
 
-def _again(batch: object) -> object:
+def _copy_batch(batch: object) -> object:
     """Return a copy of a batch that a step may take entries from; the tensors are the same."""
     if type(batch) in (dict, list):
         return cast("dict[object, object] | list[object]", batch).copy()
@@ -325,7 +327,7 @@ def _again(batch: object) -> object:
 
 
 @contextmanager
-def _kept(holders: Sequence[object]) -> Generator[None]:
+def _restore_after(holders: Sequence[object]) -> Generator[None]:
     """Restore the contents of the framework's objects after the block; other code restores models and tensors."""
     owned = [vars(holder) for holder in holders]
     world = Reaching()
@@ -342,3 +344,34 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
         before.put_back()
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def as_the_last(subject: Subject) -> Generator[None]:
+    """Make each run of a step in the block like the last of the steps whose gradients the framework accumulates.
+
+    Only in that one the framework reduces gradients over processes. It is the largest, so the plan is for it, whichever
+    step comes first: the accumulated gradients of the earlier steps are in memory, and so is the memory that reduces
+    them.
+
+        DistributedDataParallel    `.grad`, as in one process; the last step fills buckets, which count in any case
+        FSDP2                      whole gradients, not only this process's shard: they exist once a step has run
+
+    Raises:
+        StepError: The step returns no loss.
+    """
+    modules = [module for model in subject.models for module in model.modules()]
+    with overridden(filter(is_data_parallel, modules), require_backward_grad_sync=True):
+        if not adds_gradients_up(modules):
+            yield
+            return
+        put_there = subject.train(_keep_unreduced(modules))
+        with unreduced_gradients_aside(modules), reducing(modules):
+            put_there()
+            yield
+
+
+def _keep_unreduced(modules: Sequence[nn.Module]) -> StepObserver[Callable[[], None]]:
+    yield
+    yield
+    return unreduced_gradients_again(modules)

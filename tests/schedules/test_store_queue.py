@@ -2,7 +2,7 @@
 
 import random
 
-from torchremat.schedules.transfers import (
+from torchremat.schedules.store_queue import (
     QueuedCopy,
     earliest_dues,
     latest_begins,

@@ -5,7 +5,7 @@ A max pool saves its input but uses only its shape; relu saves its result but us
 backward such a slot gets a *surrogate*: a tensor of the same shape, strides, dtype and device, for which the node's
 formula yields the same gradient bit for bit. The same holds for double backward: the node of the second derivative
 saves the surrogate, and uses no more of it. The table below was made from autograd's formulas, and
-tests/stores/test_slots.py checks each entry against the installed torch: over dtypes, memory formats, values on the
+tests/stores/test_needs.py checks each entry against the installed torch: over dtypes, memory formats, values on the
 borders, infinities and NaNs, first and second derivatives. Formulas change from one torch to the next, so under a torch
 newer than those it was checked against nothing is narrowed.
 
@@ -45,13 +45,6 @@ class TwoCases:
     bits: Tensor
     true: float
     false: float
-
-
-def any_of(metadata: Metadata) -> Tensor:
-    """Return a tensor of this metadata with any values: the surrogate if only the shape is needed."""
-    shape, dtype, device, strides = metadata
-    assert isinstance(strides, tuple)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def surrogate(metadata: Metadata, packed: Tensor, true: float, false: float) -> Tensor:

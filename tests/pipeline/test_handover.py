@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from logs import Log
-from torchremat.ambient.handover import Handover
+from torchremat.pipeline.workers import Handover
 
 WORD = ContextVar("WORD", default="none")
 

@@ -14,8 +14,8 @@ from torchremat import Planner, Session, UnsupportedError
 from torchremat._compat.pipelining import run_input_pass, run_weight_pass
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.searches.microbatches import shares
-from torchremat.stages.samples import Ends, received
-from torchremat.stages.split_backward import SplitBackward
+from torchremat.stages.samples import Ends, receive
+from torchremat.stages.split_microbatch import SplitBackward
 from versions import IS_OLD
 
 WIDTH = 16
@@ -105,7 +105,7 @@ def worth_choosing(name, *, ahead=False):
     module = STAGES[name]()
 
     def step(module):
-        return received(forward(module).outputs[0], held=True, grads=[GRAD])
+        return receive(forward(module).outputs[0], held=True, grads=[GRAD])
 
     planner = Planner(module, step, cost="flops", accumulates=True)
     split = SplitBackward(module, forward, planner.solver.pair)

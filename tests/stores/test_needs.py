@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from probes.stores import pack_bits
 from torchremat._compat.flags import deterministic_kernels
 from torchremat._compat.tensors import is_dense
-from torchremat.stores.slots import NEEDS, SHAPE, any_of, in_order, surrogate
-from torchremat.tensors.metadata import metadata_of
+from torchremat.stores.needs import NEEDS, SHAPE, in_order, surrogate
+from torchremat.tensors.metadata import empty_of, metadata_of
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)
 MASK = torch.tensor([True, False] * 4)
@@ -156,7 +156,7 @@ def nodes_of(output):
 
 
 def garbage(metadata):
-    tensor = any_of(metadata)
+    tensor = empty_of(metadata)
     span = tensor.untyped_storage().nbytes() // tensor.element_size()
     tensor.as_strided((span,), (1,), 0).fill_(math.nan)
     return tensor
