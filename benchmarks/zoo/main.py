@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.observers import observe_allocations
+from torchremat.measuring.runs import subject_of
 
 # Of what the plain step needs beside the bytes that lie there before it; the smallest budget comes after them.
 SHARES = (0.7, 0.5)
@@ -104,7 +105,8 @@ def tried(make: Make) -> dict[str, object]:
 
 def peak_of(model: nn.Module, step: object) -> int:
     """Return the peak of a step over what lies there before it."""
-    return run_traced(subject_of(step, model, None), torch.device("cpu"), before_bytes=0).peak_bytes
+    subject = subject_of(step, model, None)
+    return subject.train(observe_allocations(subject, torch.device("cpu"))).peak_bytes
 
 
 def by_hand_bytes(model: nn.Module, step: object) -> int | None:
