@@ -136,6 +136,30 @@ def test_a_plain_backward_recomputes_once_as_ever():
     assert body.calls == 2
 
 
+def test_regions_inside_have_derivatives_also_where_a_derivative_runs_them_again():
+    # Else what their gradients save stays while the derivative around them runs, and the peak is that without them.
+    with torch.device("cpu"):  # a device's thread makes the graph of the gradient, and has no derivatives of it
+        layers, x = nn.ModuleList(Residual() for _ in range(9)), torch.randn(256, WIDTH)
+
+    def peak(inside):
+        def three(part, h):
+            for layer in part:
+                h = inside(layer, h.sin()).tanh()
+            return h
+
+        def step(layers):
+            h = own = x.clone().requires_grad_()
+            for first in range(0, 9, 3):
+                h = checkpoint(three, layers[first : first + 3], h)
+            for _ in range(2):
+                (h,) = torch.autograd.grad(h.square().mean(), own, create_graph=True)
+            return h.square().mean()
+
+        return measure(layers, step).peak_bytes
+
+    assert peak(checkpoint) < peak(lambda layer, h: layer(h))
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation(name):
     for returns in (1, 2):
