@@ -137,6 +137,16 @@ def test_it_is_verified_written_and_read(tmp_path, least):
     assert "takes gradients itself" in least.certificate.claim
 
 
+def test_the_gradient_is_shown_as_a_part_of_the_step(least, tmp_path):
+    phases = [point.what.partition(" ")[0] for point in least.curve]
+    _, planned = least.drawn
+    least.plot(tmp_path / "plan.png")
+
+    assert [phase for phase, _ in itertools.groupby(phases)] == ["forward", "gradient", "forward", "backward"]
+    assert {(one.kind, one.name) for one in planned.slices} >= {("gradient", "gradient"), ("module", "blocks.0")}
+    assert least.where.startswith("backward of blocks.")
+
+
 def test_planning_leaves_nothing():
     model, step = STEPS["forces"]()
 

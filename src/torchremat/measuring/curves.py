@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _BEFORE = "#DDDDDD"
 _BUDGET = "#D55E00"
-_LEGEND = ("there before the step", "forward", "recompute", "backward", "budget")
+_LEGEND = ("there before the step", "forward", "gradient", "recompute", "backward", "budget")
 
 _HEIGHT_INCHES = 3.9
 _WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many

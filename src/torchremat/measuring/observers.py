@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat._compat.autograd import top_saved_tensor_hooks
+from torchremat._compat.autograd import current_graph_task, enter_backward, top_saved_tensor_hooks
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.lines import OperatorLines, noted
-from torchremat.measuring.modules import has_compiled, module_stack
+from torchremat.measuring.modules import OUTSIDE, has_compiled, module_stack
 from torchremat.measuring.runs import StepObserver, Subject
 from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.timeline import MemoryTimeline
@@ -72,6 +72,27 @@ class _Phase:
         return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
 
 
+class _Gradients:
+    """The marks that were made in gradients which a step has taken itself, before its backward.
+
+    Attributes:
+        marks: Their ids.
+        is_over: Whether the backward has begun.
+    """
+
+    def __init__(self) -> None:
+        self.marks: set[int] = set()
+        self.is_over = False
+        self._entered: set[int] = set()
+
+    def mark(self, mark: Callable[[str], int], module: str) -> None:
+        """Mark that a module runs."""
+        found = mark(module)
+        if not self.is_over and current_graph_task() >= 0:
+            self.marks.add(found)
+            enter_backward(self._entered, lambda _: mark(OUTSIDE))
+
+
 def observe_storages(subject: Subject, device: torch.device, *, lines: bool = False) -> StepObserver[Counted]:
     """Observe storages and flops; with `lines` operators are noted as well."""
     own = OwnThread()
@@ -115,24 +136,32 @@ def observe_allocations(
         record: Records its events; by default as they are.
         around: A context for the step.
     """
-    own = OwnThread()
+    own, gradients = OwnThread(), _Gradients()
     before = subject.before(device)
     with (
         record() if record is not None else record_allocations(device) as recorder,
         around or nullcontext(),
-        module_stack(subject.models, partial(_changed, own, recorder.mark)),
+        module_stack(subject.models, partial(_changed, own, partial(gradients.mark, recorder.mark))),
     ):
         start = recorder.mark("start")
         loss = yield
         backward = recorder.mark("end of forward")
+        gradients.is_over = True
         yield
         ends = recorder.mark("end")
     del loss  # its free is not the step's event
     own.check(device)
-    return MemoryTimeline(trace=recorder.trace, start=start, backward=backward, ends=ends, before=before)
+    return MemoryTimeline(
+        trace=recorder.trace,
+        start=start,
+        backward=backward,
+        ends=ends,
+        before=before,
+        gradients=frozenset(gradients.marks),
+    )
 
 
-def _changed(own: OwnThread, mark: Callable[[str], int], module: str) -> None:
+def _changed(own: OwnThread, mark: Callable[[str], object], module: str) -> None:
     own.note(module)
     mark(module)
 

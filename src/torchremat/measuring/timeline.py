@@ -42,6 +42,7 @@ class MemoryTimeline:
         backward: The id of the mark at the end of its forward.
         ends: The id of the mark at the end of its backward.
         before: The bytes live before the step.
+        gradients: The ids of the marks in gradients that the step has taken itself, before its backward.
         operator: For each event an index into `operators`: the operator that ran, where known; empty if none are.
         operators: Operators with the lines of the code that called them. The first stands for unknown operators.
     """
@@ -51,6 +52,7 @@ class MemoryTimeline:
     backward: int
     ends: int
     before: BytesBefore
+    gradients: frozenset[int] = frozenset()
     operator: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     operators: tuple[OperatorLine, ...] = (UNKNOWN,)
 
@@ -112,9 +114,19 @@ class MemoryTimeline:
         """For each event an index into `names`: the module that ran."""
         numbers = {name: number for number, name in enumerate(self.names)}
         modules = np.array([0, *(numbers[change.label] for change in self.changes)], np.int64)
+        return modules[self._changes_by]
+
+    @cached_property
+    def _changes_by(self) -> NDArray[np.int64]:
+        """For each event how many changes had happened; none yet is outside."""
         positions = np.array([change.position for change in self.changes], np.int64)
-        # How many changes had happened by each event; none yet is the entry 0, outside.
-        return modules[np.searchsorted(positions, np.arange(len(self)), side="right")]
+        return np.searchsorted(positions, np.arange(len(self)), side="right")
+
+    @cached_property
+    def in_gradient(self) -> NDArray[np.bool_]:
+        """For each event whether it is one of a gradient that the step has taken itself, before its backward."""
+        own = np.array([False, *(change.id in self.gradients for change in self.changes)])
+        return own[self._changes_by] & ~self.in_backward
 
     @property
     def peak_at(self) -> int:
@@ -126,8 +138,8 @@ class MemoryTimeline:
         return int(self.live_bytes.argmax())
 
     def phase_at(self, index: int) -> str:
-        """Return "forward" or "backward"."""
-        return "backward" if self.in_backward[index] else "forward"
+        """Return "forward", "gradient" for one that the step takes itself, or "backward"."""
+        return "backward" if self.in_backward[index] else "gradient" if self.in_gradient[index] else "forward"
 
     def module_at(self, index: int) -> str:
         """Return the name of the module that ran; empty outside all modules."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # After Okabe and Ito's palette, which the colour-blind can tell apart; the blues differ in lightness.
-COLOURS: dict[Phase, str] = {"forward": "#9AD0F0", "recompute": "#E69F00", "backward": "#3D85B8"}
+COLOURS: dict[Phase, str] = {
+    "forward": "#9AD0F0", "gradient": "#8FC9A5", "recompute": "#E69F00", "backward": "#3D85B8",
+}  # fmt: skip
 INK = "#333333"
 
 

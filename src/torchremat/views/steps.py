@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Phase = Literal["forward", "recompute", "backward"]
+Phase = Literal["forward", "gradient", "recompute", "backward"]
 Kind = Phase | Literal["module", "other", "region", "store"]
 
 

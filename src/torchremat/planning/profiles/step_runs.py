@@ -28,7 +28,6 @@ from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.planning.devices.machines import Machine
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.peers.peers import Peers
-from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
@@ -133,7 +132,7 @@ class StepRunner:
         subject, machine, around = self._subject, self._machine, self._installed(tree)
         observer = observe_allocations(subject, machine.device, record=machine.record, around=around)
         with self._around():
-            return _read(subject.train(observer))
+            return _read(subject.train(observer), [unit.name for unit in self._units.units])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,12 +221,13 @@ def _most(told: Sequence[StepRun]) -> StepRun:
     return replace(most, **{name: max(getattr(one, name) for one in told) for name in names})
 
 
-def _read(run: MemoryTimeline) -> StepRun:
+def _read(run: MemoryTimeline, units: Sequence[str]) -> StepRun:
     live = run.trace.live[1:]
 
     def what(event: int) -> str:
         module = run.module_at(event)
-        return f"the {run.phase_at(event)} of {named(module) if module else 'the step'}"
+        unit = max((one for one in units if f"{module}.".startswith(f"{one}.")), key=len, default=module)
+        return f"{run.phase_at(event)} of {unit or 'the step'}"
 
     pieces = np.array_split(np.arange(len(live)), min(len(live), _MOST_POINTS)) if len(live) else []
     highest = [int(piece[0] + live[piece].argmax()) for piece in pieces]

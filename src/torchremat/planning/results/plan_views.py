@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from torchremat.errors import first_of
 from torchremat.planning.exactness.not_replayable import shortened
@@ -17,7 +17,7 @@ from torchremat.views.steps import CurvePoint, Phase, Slice, Step, phases_of, ru
 
 _PAUSE_S = 1e-9
 
-_FIRST_WORDS: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
+_FIRST_WORDS: dict[str, Phase] = {name: name for name in get_args(Phase)}
 _HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "written at")
 
 
@@ -199,7 +199,7 @@ def _said(plan: PlanData) -> dict[str, tuple[str, ...]]:
 def _unit_of(what: str) -> str:
     """Return the unit in "forward of it", "forward after it" and the like; empty if none is named."""
     words = what.split(" ", 2)
-    return words[2] if len(words) == 3 and words[0] in ("forward", "recompute", "backward") else ""
+    return words[2] if len(words) == 3 and words[0] in _FIRST_WORDS else ""
 
 
 def _moments(curve: Sequence[Point], said: dict[str, tuple[str, ...]]) -> tuple[CurvePoint, ...]:
