@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS: dict[Kind, str] = {
-    **COLOURS,
+    "forward": COLOURS["forward"],
+    "recompute": COLOURS["recompute"],
+    "backward": COLOURS["backward"],
     "input": "#1D4E79",
     "weight": "#5FB59C",
     "copy": "#CC79A7",
