@@ -231,7 +231,7 @@ def test_a_stage_is_planned_as_a_whole_too_where_that_recomputes_less():
 def test_a_stage_that_needs_more_than_the_budget_by_itself_is_not_watched_as_a_whole():
     model, step = stages()
     free = Planner(model, step, cost="flops")
-    around, before_bytes = free.solver.pair.around, free.before.total_bytes
+    around, before_bytes = free.solver.pair.around, free.profiled.before.total_bytes
     needed = before_bytes + need_bytes_of(around.units)
 
     has_room, has_none = (Planner(model, step, cost="flops", within=size) for size in (needed, needed - 1))

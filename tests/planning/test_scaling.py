@@ -92,7 +92,8 @@ def test_the_seconds_of_state_are_those_between_calls(monkeypatch, compares):
     units = find_units(trace(model, step))
     with extend.registered(SlowState()):
         subject, here = subject_of(step, model, None), Here(torch.device("cpu"))
-        found = profiling.watch(model, subject, units, every_unit(units), here, compares=compares).profile()
+        watched = profiling.watch(model, subject, units, every_unit(units), here, compares=compares)
+        found = subject.train(watched).profile()
 
     # Captured before the call; for the recompute that of the backward is captured, and each is restored once.
     assert found.state_s == (1.0 + 1.0 + 10.0 + 10.0,) * 3
