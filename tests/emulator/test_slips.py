@@ -237,7 +237,7 @@ Handle, Transfers = transfers.TransferHandle, transfers.Transfers
 
 SLIPS = {
     "a copy out does not wait for what makes the tensor": Slip(
-        Transfers, "_begin", "stream.wait_stream(current_stream(content.device))", "pass", puts_and_gets
+        Transfers, "_begin", "wait_stream(stream, current_stream(content.device))", "pass", puts_and_gets
     ),
     "a copy back does not wait for the copy out": Slip(
         Handle, "_copy", "stream.wait_event(self._flight.copied)", "pass", puts_and_gets
@@ -253,7 +253,7 @@ SLIPS = {
         Handle, "get", "current.wait_event(ahead.copied)", "pass", fetches_ahead
     ),
     "what comes ahead is written while others use its memory": Slip(
-        Handle, "_copy", "stream.wait_stream(owner)", "pass", fetches_ahead
+        Handle, "_copy", "wait_stream(stream, owner)", "pass", fetches_ahead
     ),
     "what comes ahead goes with its handle": Slip(
         Handle, "__del__", "self._transfers.leave(self._ahead)", "pass", fetches_ahead_and_drops

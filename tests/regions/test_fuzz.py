@@ -1,6 +1,6 @@
 """Random programs, with regions and without.
 
-A hundred of them, always the same, run in every test run. A long run tries new ones each time:
+Two hundred of them, always the same, run in every test run. A long run tries new ones each time:
 
     TORCHREMAT_FUZZ=5000 pytest tests/regions/test_fuzz.py --hypothesis-seed=1
 
@@ -20,7 +20,7 @@ from torchremat.errors import MutationError
 
 _LONG = int(os.environ.get("TORCHREMAT_FUZZ", "0"))
 _PROFILE = settings(
-    max_examples=_LONG or 100,
+    max_examples=_LONG or 200,
     derandomize=not _LONG,
     database=None,
     deadline=None,
