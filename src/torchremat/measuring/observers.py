@@ -72,7 +72,7 @@ class _Phase:
         return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
 
 
-class _Gradients:
+class _GradientMarks:
     """The marks that were made in gradients which a step has taken itself, before its backward.
 
     Attributes:
@@ -136,7 +136,7 @@ def observe_allocations(
         record: Records its events; by default as they are.
         around: A context for the step.
     """
-    own, gradients = OwnThread(), _Gradients()
+    own, gradients = OwnThread(), _GradientMarks()
     before = subject.before(device)
     with (
         record() if record is not None else record_allocations(device) as recorder,
