@@ -54,17 +54,19 @@ def molecule(atoms=24):
     return torch.randint(0, 5, (atoms,)), torch.randn(atoms, 3), i, j
 
 
+def energy_and_forces(model, given):
+    """The loss of a model of energies for a molecule, with a gradient that is taken here."""
+    kinds, positions, i, j = given
+    own = positions.clone().requires_grad_()
+    energy = model(kinds, own, i, j)
+    (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+    return 1e-3 * energy + gradient.square().mean()
+
+
 def forces():
     """A gradient in the step's own code."""
-    kinds, positions, i, j = molecule()
-
-    def step(model):
-        own = positions.clone().requires_grad_()
-        energy = model(kinds, own, i, j)
-        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
-        return 1e-3 * energy + gradient.square().mean()
-
-    return Energy(), step
+    given = molecule()
+    return Energy(), lambda model: energy_and_forces(model, given)
 
 
 def forces_inside():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planning.gradient_steps import STEPS, Energy, mlp, molecule
+from planning.gradient_steps import STEPS, Energy, energy_and_forces, mlp, molecule
 from torchremat import (
     Adaptive,
     BudgetError,
@@ -263,23 +263,16 @@ def gradients(model, train):
 def test_sizes_that_change_are_planned_from_a_few():
     model = Energy()
 
-    def step(model, given):
-        kinds, positions, i, j = given
-        own = positions.clone().requires_grad_()
-        energy = model(kinds, own, i, j)
-        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
-        return 1e-3 * energy + gradient.square().mean()
-
     def plain(given):
-        return measure(model, lambda model: step(model, given))
+        return measure(model, lambda model: energy_and_forces(model, given))
 
     budget = plain(molecule(20)).peak_bytes
-    adaptive = Adaptive(model, step, budget=budget, shape=lambda given: given[0].shape, cost="flops")
+    adaptive = Adaptive(model, energy_and_forces, budget=budget, shape=lambda given: given[0].shape, cost="flops")
     adaptive.learn(*map(molecule, (8, 12, 16)))
 
     for atoms in (10, 24, 28, 20):
         given = molecule(atoms)
-        want = gradients(model, lambda given=given: step(model, given).backward())
+        want = gradients(model, lambda given=given: energy_and_forces(model, given).backward())
         assert all(map(torch.equal, gradients(model, lambda given=given: adaptive(given)), want))
 
     assert adaptive.learned == 3  # no other size was run for a plan

@@ -55,10 +55,8 @@ def profile_by_runs(
         peers: The processes that run it together.
         beside: The profile of the same step over other units, if known.
     """
-    plain_tree, runner = (
-        tuple(map(KeepNode, range(len(units.units)))),
-        StepRunner(model, subject, units, machine, peers),
-    )
+    plain_tree = tuple(map(KeepNode, range(len(units.units))))
+    runner = StepRunner(model, subject, units, machine, peers)
     if beside is None or beside.runs is None:
         runs = StepRuns(plain_tree=plain_tree, runner=runner)
     else:

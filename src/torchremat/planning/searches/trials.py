@@ -8,10 +8,10 @@ polish       of the fastest two, regions that the limit does not need after all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.profiles.profile_pair import ProfilePair
@@ -21,6 +21,8 @@ from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.simulator.offload_choices import StoreProfile
 from torchremat.planning.simulator.prediction import Candidate, predict, rank_of_bytes
 from torchremat.schedules.chain import KeepNode, RegionNode, Tree
+
+T = TypeVar("T")
 
 # The lengths of stretches, as far as there are two of them, and of those with regions inside.
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12)
@@ -123,9 +125,12 @@ class RunSearch:
     @property
     def _is_over(self) -> bool:
         """Whether no time is left in some process: all of them stop at the same run."""
+        return any(self._everywhere(lambda: self.search_budget.is_over))
+
+    def _everywhere(self, work: Callable[[], T]) -> list[T]:
         runs = self.pair.blocks.runs
         assert runs is not None and runs.runner is not None
-        return any(runs.runner.everywhere(lambda: self.search_budget.is_over))
+        return runs.runner.everywhere(work)
 
     @cached_property
     def _ways(self) -> list[_RunUnits]:
@@ -160,7 +165,9 @@ class RunSearch:
         return again
 
     def _judged(self, way: _RunUnits, again: Sequence[int]) -> Candidate:
-        return judged(way.profile, way.tree(again), self.cost_unit)
+        found = judged(way.profile, way.tree(again), self.cost_unit)
+        # Processes with other batches have other flops, and what differs must not decide which trees they run.
+        return replace(found, cost=max(self._everywhere(lambda: found.cost)))
 
 
 def judged(profile: Profile, tree: Tree, cost_unit: Cost) -> Candidate:
