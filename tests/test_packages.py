@@ -62,7 +62,7 @@ import torch
 import torchremat.pipeline
 
 assert torchremat.__file__.startswith({str(bare)!r})
-for one in ("matplotlib", "plotly", "rich", "torch.distributed.pipelining", "transformers", "typer"):
+for one in ("matplotlib", "plotly", "rich", "scipy", "torch.distributed.pipelining", "transformers", "typer"):
     assert one not in sys.modules, one
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
 plan = torchremat.plan(model, lambda model: model(torch.ones(64, 64)).sum(), budget="90%", progress=False)

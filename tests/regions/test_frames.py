@@ -84,9 +84,9 @@ def test_of_a_wrapped_module(monkeypatch):
     monkeypatch.setattr(objects, "has_fsdp", lambda: False)
     model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), "0")
 
-    # Of those in the forward 21 read again what the module reaches, and 1 finds which module is called; of those in the
+    # Of those in the forward 22 read again what the module reaches, and 1 finds which module is called; of those in the
     # backward 8 compare it. None compares it once more after the recompute: only code of torch's has run.
-    assert of_each_way(model) == (66, 115)
+    assert of_each_way(model) == (67, 116)
 
 
 def test_of_one_dict_of_a_class_of_its_own_among_many():

@@ -1,4 +1,4 @@
-"""Code that exists only because of one torch version or of `torch.compile`.
+"""Code that exists only because of one torch version, of one Python or of `torch.compile`.
 
 Every private name of torch that the library uses is bound here, once. If a torch lacks one, the import of the part that
 needs it fails and gives the name, rather than a training step failing in the middle.
@@ -6,6 +6,7 @@ needs it fails and gives the name, rather than a training step failing in the mi
 Supported: torch 2.11 to 2.14; developed and tested on 2.13.
 
 binding.py            how a private name is bound, and an attribute replaced for a while
+memory.py             where Python's objects lie
 autograd.py           hooks for saved tensors, nodes, backward calls and their threads, which custom Function saves
 tensors.py            reference counts of tensors and storages, subclasses, and containers of tensors
 checkpoints.py        private state of torch's own checkpoint

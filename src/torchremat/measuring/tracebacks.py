@@ -16,12 +16,10 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import dropwhile
 from types import TracebackType
 from typing import ParamSpec, TypeVar
-
-import numpy as np
-import scipy
 
 from torchremat.errors import TorchrematError
 from torchremat.frames import OURS, steps_of
@@ -86,5 +84,7 @@ def _is_numeric(step: TracebackType) -> bool:
     return _file(step).startswith(_NUMERIC)
 
 
-# Where NumPy and SciPy are.
-_NUMERIC = tuple(one.__path__[0] for one in (np, scipy))
+# Where NumPy and SciPy are, which need not be imported for it.
+_NUMERIC = tuple(
+    place for name in ("numpy", "scipy") if (spec := find_spec(name)) for place in spec.submodule_search_locations or ()
+)

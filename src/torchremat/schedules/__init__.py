@@ -13,6 +13,7 @@ Operators:
 
 dataflow.py            the operators of a forward, the values that they read and make, and live bytes of kernels
 knapsacks.py           things of the greatest worth within a limit
+linear_programs.py     linear programs, in which some variables may have to be integers
 operator_selection.py  the outputs that a region holds
 bounds.py              the least cost of recomputing under any schedule
 joint.py               a forward and its backward as one list of operators

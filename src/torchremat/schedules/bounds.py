@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 from torchremat.errors import ScheduleError
 from torchremat.schedules.dataflow import Dataflow
+from torchremat.schedules.linear_programs import Entries, Rows, minimized
 
 # NOTE [ A bound over all schedules ]
 #
@@ -159,12 +158,14 @@ class _Problem:
             return math.inf
         if not len(program.cost):
             return 0.0
-        result = milp(
+        result = minimized(
             program.cost,
-            constraints=LinearConstraint(program.rows(), ub=program.most),
-            bounds=Bounds(program.lowest, program.highest),
-            integrality=(program.is_held * whole).astype(np.int64),
-            options={"time_limit": max(0.1, most_seconds), "mip_rel_gap": 1e-4},
+            Rows(program.matrix(), highest=program.most),
+            lowest=program.lowest,
+            highest=program.highest,
+            integers=(program.is_held * whole).astype(np.int64),
+            most_s=max(0.1, most_seconds),
+            gap=1e-4,
         )
         if result.status == _INFEASIBLE:
             return math.inf
@@ -206,10 +207,10 @@ class _LinearProgram:
         if problem.regions:
             self._regions(problem.regions)
 
-    def rows(self) -> csr_matrix:
-        """Return the rows."""
+    def matrix(self) -> Entries:
+        """Return the factors in the rows."""
         numbers, variables, factors = self._entries
-        return csr_matrix((factors, (numbers, variables)), shape=(len(self.most), self._count))
+        return Entries(factors, numbers, variables, (len(self.most), self._count))
 
     def _relevant(self, values: set[int]) -> tuple[list[int], list[int]]:
         """Return the values and operators that can matter for making some values available."""

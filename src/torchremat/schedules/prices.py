@@ -13,10 +13,9 @@ import math
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array
 
 from torchremat.schedules.joint import Joint, split
+from torchremat.schedules.linear_programs import Entries, Rows, minimized
 
 _MOST_PRICES = 7
 
@@ -45,7 +44,7 @@ class Prices:
             entries += [] if reader is None else [(number, row_of[reader], -1.0)]
         shape = (len(reads), len(self.running) + len(self.values))
         rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
-        self.matrix = csr_array(coo_array((values, (rows, columns)), shape=shape))
+        self.matrix = Entries(values, rows, columns, shape)
         self.lower = np.array([float(reader is None) for _, reader in reads])
         # A first run in the backward costs nothing extra.
         again = [operators[index].cost if index in joint.of_forward else 0.0 for index in self.running]
@@ -101,9 +100,8 @@ class Prices:
             return frozenset()
         objective = np.append(self.cost, self.bytes * price + 1e-6 * price)
         objective /= max(float(objective.max()), 1e-300)
-        solved = milp(  # without integers: all vertices of a minimum cut are integral
-            objective, constraints=LinearConstraint(self.matrix, self.lower, np.inf), bounds=Bounds(0, self.most)
-        )
+        # Without integers: all vertices of a minimum cut are integral.
+        solved = minimized(objective, Rows(self.matrix, self.lower), highest=self.most)
         if solved.x is None:
             return self.joint.asked
         saved = np.flatnonzero(solved.x[len(self.running) :] > 0.5)

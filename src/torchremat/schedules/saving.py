@@ -32,9 +32,9 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.schedules.joint import Adjustments, Joint, Split, is_possible, split
+from torchremat.schedules.linear_programs import Rows, minimized
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
 
@@ -190,15 +190,14 @@ class Saver:
             else:
                 objective, upper, extra = costs / scale, (limit_bytes - base[times]) / peak_scale, 0
             left_s = self._until_s - time.monotonic()
-            solved = milp(
+            solved = minimized(
                 objective,
-                constraints=[
-                    LinearConstraint(rows, -np.inf, upper),
-                    LinearConstraint(np.pad(path, ((0, 0), (0, extra))), ends, ends),
-                ],
-                integrality=np.array([1] * count + [0] * extra),
-                bounds=Bounds(0, np.append(np.ones(count), np.full(extra, np.inf))),
-                options={"time_limit": min(_PROGRAM_S, max(_LEAST_S, left_s)), "mip_rel_gap": _GAP},
+                Rows(rows, highest=upper),
+                Rows(np.pad(path, ((0, 0), (0, extra))), ends, ends),
+                integers=np.array([1] * count + [0] * extra),
+                highest=np.append(np.ones(count), np.full(extra, np.inf)),
+                most_s=min(_PROGRAM_S, max(_LEAST_S, left_s)),
+                gap=_GAP,
             )
             if solved.x is None:
                 return None

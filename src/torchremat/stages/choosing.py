@@ -15,10 +15,10 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
 from torchremat.planning.searches.microbatches import Share
+from torchremat.schedules.linear_programs import Rows, minimized
 from torchremat.stages.loads import DeviceLoad
 
 # The solver works in floats, with a tolerance. So bytes are counted in this many parts, rounded up.
@@ -103,11 +103,12 @@ class Choices:
             objective, most = np.append(1e-6 * costs / scale, 1.0), np.inf
         else:
             objective, most = np.append(costs / scale, 0.0), float(limit_bytes // self._part_bytes)
-        result = milp(
+        result = minimized(
             objective,
-            integrality=np.append(np.ones(total), 0),
-            bounds=Bounds(np.zeros(total + 1), np.append(np.ones(total), most)),
-            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(below, -np.inf, -fixed)],
+            Rows(one_each, 1, 1),
+            Rows(below, highest=-fixed),
+            integers=np.append(np.ones(total), 0),
+            highest=np.append(np.ones(total), most),
         )
         if result.x is None:
             if limit_bytes is None:

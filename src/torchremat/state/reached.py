@@ -10,6 +10,7 @@ from operator import is_not
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
+from torchremat._compat.memory import addresses_of
 from torchremat.state.containers import MUTABLE, Dict, Dicts, size_of
 from torchremat.state.foreign import Foreign
 from torchremat.state.holders import Bindings, Container, Holder, Slots, ThreadLocal, attribute_of
@@ -130,7 +131,7 @@ class Expected:
         shape: See `Reached`.
     """
 
-    __slots__ = ("_aliases", "_atoms", "_ids", "_others", "_plain", "shape")
+    __slots__ = ("_addresses", "_aliases", "_atoms", "_ids", "_others", "_plain", "shape")
 
     def __init__(self, reading: Reached, again: Iterable[int], pins: Callable[[object], bool]) -> None:
         self.shape, seen = reading.shape, reading.seen
@@ -142,11 +143,17 @@ class Expected:
         self._plain = kept
         self._others = [first is None and not is_kept for first, is_kept in zip(firsts, kept, strict=True)]
         self._atoms, self._ids = [*compress(seen, kept)], [*map(id, compress(seen, self._others))]
+        self._addresses = addresses_of(tuple(seen))
 
     def agrees(self, reading: Reached) -> bool:
         """Return whether the same was seen, but for what is plain."""
         seen = reading.seen
-        if reading.shape != self.shape or [*map(id, compress(seen, self._others))] != self._ids:
+        if reading.shape != self.shape:
+            return False
+        addresses = addresses_of(tuple(seen))
+        if addresses == self._addresses:
+            return True
+        if [*map(id, compress(seen, self._others))] != self._ids:
             return False
         if any(seen[first] is not seen[place] for first, place in self._aliases):
             return False
@@ -155,6 +162,7 @@ class Expected:
             if not all(map(is_atom, atoms)):
                 return False
             self._atoms = atoms
+        self._addresses = addresses
         return True
 
 
