@@ -8,7 +8,7 @@ from torch import nn
 
 import torchremat
 from planning.kinds import inputs, linear, square
-from torchremat import Adaptive, BudgetError, PeakPartitioner, Planner
+from torchremat import Adaptive, BudgetError, Planner
 from torchremat.planning.budgets import Relative, checked_bytes, optimizer_alone, relative_of
 
 
@@ -127,11 +127,6 @@ def test_an_error_says_which_shares_work_and_they_do(planner, budget):
 def test_lengths_that_change_have_no_plain_step(budget):
     with pytest.raises(BudgetError, match="differs from shape to shape; give the budget in bytes"):
         Adaptive(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), budget=budget)
-
-
-def test_of_a_compiled_graph_the_smallest_is_not_sought():
-    with pytest.raises(BudgetError, match="Give a size, or a share of the plain peak"):
-        PeakPartitioner("min")
 
 
 def test_sizes_without_units_that_are_whole_are_read_as_decimal():

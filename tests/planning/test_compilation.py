@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchremat
-from compiled import MARKS, fresh, net, step
+from compiled import MARKS, NEEDS_COMPILER, fresh, net, step
 from probes.planning import measured_workspaces
-from torchremat.errors import BudgetError, CompileWarning
+from torchremat.errors import BudgetError, CompileWarning, UnsupportedError
 
 pytestmark = MARKS
 
@@ -52,6 +53,96 @@ def test_a_function_that_is_not_compiled():
         function(x).backward()
     function(x)  # warns once
     assert function.partitions == ()
+
+
+def test_the_smallest_budget():
+    model, x = net(blocks=3)
+    plain = [one.clone() for one in step(torch.compile(model, backend="aot_eager"), model, x)[1]]
+    function = torchremat.compiled(model, budget="min", backend="aot_eager")
+    function(x)  # kernels are measured where no profiler is on
+    peak, gradients = step(function, model, x)
+    (made,) = function.partitions
+
+    assert made.peak_bytes == made.budget_bytes == peak < made.plain_peak_bytes
+    assert all(map(torch.equal, gradients, plain))
+    fresh()
+    with pytest.raises(BudgetError, match=f"Smallest budget that works: {made.peak_bytes} bytes"):
+        torchremat.compiled(model, budget=made.peak_bytes - 1, backend="aot_eager")(x)
+    fresh()
+    with_margin = torchremat.compiled(model, budget="min", margin="1KiB", backend="aot_eager")
+    with_margin(x)
+    assert with_margin.partitions[0].budget_bytes == made.budget_bytes + 1024
+
+
+def test_a_compiled_module_is_a_module():
+    # It was an object that only could be called: no optimizer, no checkpoint and no trainer took it.
+    model, x = net(blocks=2)
+    model.purpose = "a test"
+    compiled = torchremat.compiled(model, budget="80%", backend="aot_eager")
+    torchs = torch.compile(model, backend="aot_eager")
+
+    assert isinstance(compiled, nn.Module)
+    assert list(compiled.state_dict()) == list(torchs.state_dict())
+    assert list(map(id, compiled.parameters())) == list(map(id, model.parameters()))
+    assert compiled.original is model
+    assert compiled.purpose == "a test"
+    assert not compiled.eval().training
+    assert not model.training
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        compiled.nothing_of_the_kind  # noqa: B018
+
+    seen = []
+    compiled.train().register_forward_hook(lambda *_: seen.append(1))
+    before = [one.clone() for one in model.parameters()]
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    compiled(x).backward()
+    optimizer.step()
+
+    assert seen == [1]
+    assert len(compiled.partitions) == 1
+    assert compiled.partitions[0].peak_bytes <= compiled.partitions[0].budget_bytes
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_compiled_module_in_a_plan_is_one_unit():
+    model, x = net(blocks=2)
+    compiled = torchremat.compiled(model.blocks[0], budget="min", backend="aot_eager")
+    whole = nn.Sequential(compiled, nn.Linear(32, 1))
+
+    # What the rehearsals of a plan change on modules is put back: it was told again that nothing had been compiled.
+    units = torchremat.Planner(whole, lambda model: model(x).mean(), cost="flops").profile.units.units
+
+    assert [unit.name for unit in units] == ["0", "1"]
+    assert len(compiled.partitions) == 1
+
+
+@NEEDS_COMPILER
+def test_modes_and_options_of_inductor():
+    model, x = net(blocks=2)
+    seen = []
+
+    def note(_):
+        seen.append((config.triton.cudagraphs, config.epilogue_fusion, config.allow_buffer_reuse))
+
+    options = {"epilogue_fusion": False, "post_grad_custom_pre_pass": note}
+    function = torchremat.compiled(model, budget="min", mode="reduce-overhead", options=options)
+    function(x).backward()
+
+    assert set(seen) == {(True, False, False)}
+    assert function.partitions[0].peak_bytes <= function.partitions[0].budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "are Inductor's, and the backend is 'aot_eager'"),
+        ({"backend": "aot_eager", "options": {}}, "are Inductor's, and the backend is 'aot_eager'"),
+        ({"mode": "fastest"}, "mode='fastest': Inductor has 'default'"),
+    ],
+)
+def test_modes_and_options_that_cannot_be(given, said):
+    with pytest.raises(UnsupportedError, match=said):
+        torchremat.compiled(nn.Linear(2, 2), budget="1GB", **given)
 
 
 def test_a_larger_input_is_split_anew_and_a_smaller_one_is_not():

@@ -132,7 +132,7 @@ def test_apply_runs_nothing_and_changes_forwards_alone():
     allowed = {
         f"{module}{attribute}"
         for module in ("", "layers.0", "layers.1", "layers.2", "layers.3")
-        for attribute in (".forward", "._replicate_for_data_parallel", " keys")
+        for attribute in (".forward", "._replicate_for_data_parallel", " keys", *([".compile"] if module else []))
     }
     assert set(changed) == allowed
     assert list(model.state_dict()) == state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -111,7 +112,8 @@ uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctio
 
 
 _FILE = TORCH + os.path.join("_dynamo", "eval_frame.py")
-_NAMES = ("_TorchDynamoContext", "OptimizedModule")
+_OF_FUNCTIONS = ("_TorchDynamoContext",)
+_NAMES = (*_OF_FUNCTIONS, "OptimizedModule")
 
 
 def enters_compiled_code(code: CodeType) -> bool:
@@ -124,11 +126,35 @@ def runs_compiled_code() -> bool:
     return "torch._dynamo" in sys.modules and runs_in(_FILE, _NAMES)
 
 
+def is_called_compiled() -> bool:
+    """Return whether a compiled function calls the caller, which runs eagerly, since a mode is on."""
+    return "torch._dynamo" in sys.modules and runs_in(_FILE, _OF_FUNCTIONS)
+
+
 def is_compiled(item: object) -> bool:
-    """Return whether calls of a function or module run compiled code."""
+    """Return whether calls of a function or module run compiled code, whatever other code has put around it."""
     if isinstance(item, nn.Module):
-        return type(item).__name__ == "OptimizedModule" or is_compiled_in_place(item)
-    return isinstance(item, FunctionType) and "_torchdynamo_orig_callable" in item.__dict__
+        if type(item).__name__ in ("OptimizedModule", "CompiledModule") or is_compiled_in_place(item):
+            return True  # torch's class is in dynamo, which need not be imported, and the other one is ours
+        own = item.__dict__.get("forward")
+        return is_compiled(inspect.getattr_static(type(item), "forward") if own is None else own)
+    return compiled_from(item) is not None
+
+
+def compiled_from(item: object) -> Callable[..., object] | None:
+    """Return the function that a function runs compiled; None if it is not compiled."""
+    while item is not None:
+        item = getattr(item, "__func__", item)  # of a method, or of a static or class method
+        own = item.__dict__ if isinstance(item, FunctionType) else {}
+        if "_torchdynamo_orig_callable" in own and "_torchdynamo_disable" not in own:
+            return own["_torchdynamo_orig_callable"]
+        if isinstance(item, partial):
+            item = cast("partial[object]", item).func
+        elif type(item).__module__.startswith("torchremat."):
+            item = getattr(item, "function", None)  # what one of our callables is around
+        else:
+            item = own.get("__wrapped__")
+    return None
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

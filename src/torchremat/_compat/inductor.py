@@ -5,7 +5,7 @@ Nothing is bound before it is needed: importing dynamo or Inductor takes seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchremat.errors import BudgetError, TorchrematError, VersionError
+from torchremat.errors import BudgetError, TorchrematError, UnsupportedError, VersionError
 
 # (joint graph, its inputs, num_fwd_outputs=..., ...) -> (forward, backward)
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
@@ -122,15 +122,24 @@ def never_larger(joint: GraphModule) -> None:
 #     others                nowhere: they take a name or a callable that makes both graphs itself
 
 
-def compile_arguments(backend: object, partition: PartitionFunction, key: Callable[[], object]) -> dict[str, object]:
+def compile_arguments(
+    backend: object,
+    partition: PartitionFunction,
+    key: Callable[[], object],
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> dict[str, object]:
     """Return the arguments for `torch.compile` with which a partition function splits the joint graphs.
 
     Args:
         backend: The requested backend.
         partition: The partition function.
         key: Distinguishes this partition function from others, for caches.
+        mode: The mode of Inductor, which stands for some options.
+        options: Further options of Inductor.
 
     Raises:
+        UnsupportedError: Inductor has no such mode.
         VersionError: This torch has no hook for a partitioner in that backend, or the backend has none.
     """
     # See NOTE [ Where a partitioner can be put in ]
@@ -139,12 +148,17 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
     bound("torch._functorch.compile_utils", "raise_getitems")
     if backend == "inductor":
         bound("torch._inductor.config", "custom_partitioner_fn")
+        modes: dict[str, dict[str, object]] = bound("torch._inductor", "list_mode_options")()
+        if mode is not None and mode not in modes:
+            raise UnsupportedError(f"mode={mode!r}: Inductor has {', '.join(map(repr, modes))}.")
         return {
             "backend": "inductor",
             "options": {
-                "custom_partitioner_fn": partitioner_for_inductor(partition, key),
                 # Else unneeded memory is kept until a buffer of its size is allocated, however much later.
                 "allow_buffer_reuse": False,
+                **({} if mode is None else modes[mode]),
+                **(options or {}),
+                "custom_partitioner_fn": partitioner_for_inductor(partition, key),
             },
         }
     made = bound("torch._dynamo.backends.common", "AotAutograd")

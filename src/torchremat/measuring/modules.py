@@ -11,22 +11,26 @@ compiled as well.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import FunctionType
 from typing import Self, cast
 
 import torch
 from torch import nn
 
-from torchremat._compat.dynamo import is_compiled, is_compiled_in_place
+from torchremat._compat.dynamo import compiled_from, is_compiled, is_compiled_in_place
 from torchremat.ambient.global_state import only_watches
 from torchremat.frames import calling_module
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.forwards import class_forward
 from torchremat.regions.patches import called_attribute, is_generator, is_replaceable
+from torchremat.state.code import reads_of
 from torchremat.tensors.structure import tensors_in
 
 OUTSIDE = ""
@@ -220,6 +224,8 @@ class _Intercepted:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward of the module that is called: a copy of the attributes may have this object as well."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.function(*args, **kwargs)  # a part of the compiled function that calls it
         caller = calling_module() if self._is_class_forward else None
         if caller is not None and caller is not self.module and vars(caller).get(self._attribute) is self:
             return self._run(self._name, caller, class_forward(caller), args, kwargs)
@@ -242,19 +248,49 @@ def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules whose calls hooks can see, with their names.
 
-    Not modules inside compiled or scripted ones, nor modules whose code runs after the call.
+    Not modules inside compiled or scripted ones or called by compiled functions, nor modules whose code runs after the
+    call.
     """
     result: list[tuple[str, nn.Module]] = []
-    hidden: set[int] = set()
+    hidden: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule) or is_generator(module):
+        hidden.update(inner for called in _called_compiled(module) for inner in called.modules())
+        if module in hidden or isinstance(module, torch.jit.ScriptModule) or is_generator(module):
             continue
         result.append((name, module))
         if is_compiled(module):
-            hidden.update(id(inner) for inner in module.modules() if inner is not module)
+            hidden.update(inner for inner in module.modules() if inner is not module)
     return result
 
 
+def _called_compiled(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that the compiled functions of a module call, as far as the code of classes names them."""
+    called: list[nn.Module] = []
+    for method in _compiled_methods(module):
+        owner: object = getattr(method, "__self__", module)  # a method may be another module's
+        waiting, read = [method], set[str]()
+        while waiting:
+            function: object = getattr(waiting[-1], "__func__", waiting.pop())
+            if isinstance(function, FunctionType):
+                new = reads_of(function.__code__).attributes - read
+                read |= new
+                waiting += [getattr(type(owner), name) for name in new if hasattr(type(owner), name)]
+        children = owner._modules if isinstance(owner, nn.Module) else {}
+        called += [child for name, child in children.items() if name in read and child is not None]
+    return called
+
+
+def _compiled_methods(module: nn.Module) -> list[Callable[..., object]]:
+    """Return what a module or its class runs compiled, from attributes and from lists among these, but no modules."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    kinds = type(module).__mro__
+    every = [*vars(module).values(), *chain(*(vars(kind).values() for kind in kinds[: kinds.index(nn.Module)]))]
+    every += chain(*(cast("Iterable[object]", one) for one in every if isinstance(one, list | tuple)))
+    found = (compiled_from(one) for one in every if not isinstance(one, nn.Module))
+    return [one for one in found if one is not None]
+
+
 def has_compiled(model: nn.Module) -> bool:
-    """Return whether a module of the model is compiled."""
-    return any(map(is_compiled, model.modules()))
+    """Return whether a module of the model is compiled, or a method of one."""
+    return any(is_compiled(module) or _compiled_methods(module) for module in model.modules())

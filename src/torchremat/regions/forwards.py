@@ -26,6 +26,8 @@ from torchremat.state.roots import Rooted
 from torchremat.stores.offloading import Offload
 
 FORWARD = "forward"
+COMPILED = "_compiled_call_impl"
+COMPILE = "compile"
 
 
 class WrappedForward(Rooted):
@@ -144,6 +146,23 @@ class WrappedForward(Rooted):
         if name in _OWN or (self.own is None and self._module() is None):
             raise AttributeError(f"the forward of a wrapped module has no attribute {name!r}")
         return getattr(self.function, name)
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Compile the module in place as `nn.Module.compile` does, and run what was compiled as the module's forward.
+
+        Dynamo would trace this object, and a plan cannot be followed inside of what it compiles.
+        """
+        module = self.module
+        own = module.__dict__
+        del own[COMPILE]
+        is_outermost = own.get(FORWARD) is self  # no other library has put something around it
+        if is_outermost and self.own is None:
+            del own[FORWARD]
+        elif is_outermost:
+            own[FORWARD] = self.own
+        module.compile(*args, **kwargs)
+        if is_outermost:
+            own[COMPILED] = WrappedForward(module, self.name, self.settings, self.scope, own[COMPILED], self.owner)
 
     def bound_to(self, module: nn.Module, memo: dict[int, object] | None = None) -> WrappedForward:
         """Return the same for another module, a copy, without sharing any state of the first one."""

@@ -7,10 +7,12 @@ its parameters' names, its hooks and its `state_dict` stay the same, and hooks r
     `forward`                             WrappedForward              `unwrap`
     `_compiled_call_impl`                 the same, around a module   `unwrap`
                                           that is compiled in place
+    `compile`                             `WrappedForward.compile`,   `unwrap`
+                                          where a plan decides
     `_replicate_for_data_parallel`        refuse_data_parallel        `unwrap`
 
 The callable made by `module.compile()` runs in place of the call, and `forward` inside of it. A plan cannot be followed
-inside it and goes around it; `wrap` goes inside, where the compiler makes the region.
+inside it and goes around it, also if it was there before; `wrap` goes inside, where the compiler makes the region.
 """
 
 from __future__ import annotations
@@ -24,12 +26,19 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError, WrapError, first_of
-from torchremat.regions.forwards import FORWARD, UnboundForward, WrappedForward, class_forward, forward_of_class
+from torchremat.regions.forwards import (
+    COMPILE,
+    COMPILED,
+    FORWARD,
+    UnboundForward,
+    WrappedForward,
+    class_forward,
+    forward_of_class,
+)
 from torchremat.regions.runs import Scope
 from torchremat.regions.settings import Settings
 from torchremat.stores.offloading import Offload
 
-_COMPILED = "_compiled_call_impl"
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -43,7 +52,7 @@ def refuse_data_parallel(*_: object) -> object:
 
 def wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward] | None:
     """Return the name and value of the attribute that `set_forward` has put on a module; None without one."""
-    for attribute in (_COMPILED, FORWARD):
+    for attribute in (COMPILED, FORWARD):
         found = module.__dict__.get(attribute)
         if isinstance(found, WrappedForward):
             return attribute, found
@@ -89,7 +98,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def called_attribute(module: nn.Module) -> str:
     """Return the attribute that a call of a module runs: `forward`, or the one that `module.compile()` has set."""
-    return FORWARD if module.__dict__.get(_COMPILED) is None else _COMPILED
+    return FORWARD if module.__dict__.get(COMPILED) is None else COMPILED
 
 
 def is_generator(module: nn.Module) -> bool:
@@ -114,7 +123,9 @@ def set_forward(
     check_replaceable(module, name)
     own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
     # Not by `setattr`, which classes may override: the result must be an attribute of the instance.
-    module.__dict__[attribute] = WrappedForward(module, name, settings, scope, own, owner)
+    forward = module.__dict__[attribute] = WrappedForward(module, name, settings, scope, own, owner)
+    if attribute == FORWARD and settings is None and scope is None and type(module).compile is nn.Module.compile:
+        module.__dict__[COMPILE] = forward.compile
     module.__dict__[_REPLICATE] = refuse_data_parallel
 
 
@@ -191,6 +202,7 @@ def restore_forward(module: nn.Module) -> None:
         wrapped.owner.leave(module)
     del module.__dict__[attribute]
     module.__dict__.pop(_REPLICATE, None)
+    module.__dict__.pop(COMPILE, None)
     if wrapped.own is not None:
         module.__dict__[attribute] = wrapped.own
 

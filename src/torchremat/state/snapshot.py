@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -309,10 +309,10 @@ def _ours(own: Dict) -> Dict:
 
 
 def _module_of(one: object) -> str:
-    return (one if isinstance(one, FunctionType) else type(one)).__module__ or ""
+    return (one if isinstance(one, FunctionType | MethodType) else type(one)).__module__ or ""
 
 
-_PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
+_PUT_ON = ("forward", "_compiled_call_impl", "compile", "_replicate_for_data_parallel")
 
 # The snapshot of a call that reaches nothing that could have state.
 NOTHING = Snapshot(Reaching())

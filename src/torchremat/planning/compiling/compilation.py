@@ -11,10 +11,11 @@ If dynamo has compiled too many versions of a function, it runs the next one unc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 
 from torchremat._compat.inductor import compile_arguments, graphs_compiled, never_uncompiled, own_error
 from torchremat._compat.modes import has_modes
@@ -34,14 +35,17 @@ class Compiled(Generic[P, R]):
         reason: Why the budget does not apply, or "" if it applies.
     """
 
+    original: Callable[P, R]
+    _function: Callable[P, R]
+
     def __init__(
         self, original: Callable[P, R], function: Callable[P, R], partitioner: PeakPartitioner, reason: str
     ) -> None:
-        self.original = original
+        # Not by assignment: a module would take modules among these for parts of it.
+        vars(self).update(original=original, _function=function)
         self.reason = reason
-        self._function = function
         self._partitioner = partitioner
-        self._was_compiled = bool(reason)  # then no further warning is needed
+        partitioner.was_used = bool(reason)  # then no further warning is needed
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -79,13 +83,13 @@ class Compiled(Generic[P, R]):
                 "fullgraph=True shows where it breaks.",
                 CompileWarning,
             )
-        if not (self._was_compiled or has_compiled or has_modes()):
+        if not (self._partitioner.was_used or has_compiled or has_modes()):
             warn(
                 f"no part of {self._name} was compiled: dynamo runs it as it is, without a budget. A graph break "
                 "inside a loop causes this; fullgraph=True shows where.",
                 CompileWarning,
             )
-        self._was_compiled |= has_compiled or not has_modes()
+        self._partitioner.was_used |= has_compiled or not has_modes()
 
     @property
     def _name(self) -> str:
@@ -102,6 +106,30 @@ class Compiled(Generic[P, R]):
         )
 
 
+class CompiledModule(Compiled[P, R], nn.Module):
+    """A compiled module, which is a module itself: it has the original as `_orig_mod`, as what `torch.compile` returns.
+
+    All attributes that it lacks are the original's.
+    """
+
+    def __init__(
+        self, original: Callable[P, R], function: Callable[P, R], partitioner: PeakPartitioner, reason: str
+    ) -> None:
+        nn.Module.__init__(self)
+        Compiled.__init__(self, original, function, partitioner, reason)
+        self._orig_mod = cast("nn.Module", original)
+        self.training = self._orig_mod.training
+
+    __call__ = nn.Module.__call__
+    forward = Compiled.__call__
+
+    def __getattr__(self, name: str) -> Any:
+        modules = vars(self).get("_modules", {})
+        if name in modules or "_orig_mod" not in modules:
+            return super().__getattr__(name)
+        return getattr(modules["_orig_mod"], name)
+
+
 def compiled(
     model: Callable[P, R],
     *,
@@ -111,6 +139,8 @@ def compiled(
     cost: Cost = "seconds",
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Compiled[P, R]:
     """Return a model or function compiled so that the peak of a training step stays within a budget.
 
@@ -120,7 +150,7 @@ def compiled(
     Args:
         model: A module, or a function. Its results are held while its backward runs.
         budget: Peak bytes of forward and backward, with parameters, inputs, and the gradients that the backward makes:
-            an int, `"6GiB"`, or `"60%"` of the peak without any recompute.
+            an int, `"6GiB"`, `"60%"` of the peak without any recompute, or `"min"` for the lowest that is found.
         backend: `"inductor"`, `"aot_eager"`, or a backend made by `aot_autograd` of `torch._dynamo.backends.common`.
             With another one, or if this torch has no hook, the backend splits as it does without a budget, with a
             warning.
@@ -128,28 +158,37 @@ def compiled(
         cost: The recompute cost to minimise: estimated `"seconds"`, or `"flops"`.
         dynamic: As for `torch.compile`. A graph is used for the sizes with which it was made, and for smaller ones.
         fullgraph: As for `torch.compile`.
+        mode: As for `torch.compile`, with Inductor.
+        options: As for `torch.compile`, with Inductor; those of a `mode` as well.
+
+    Returns:
+        A module if `model` is one: parameters, buffers, submodules and the state dict are those of what `torch.compile`
+        returns, which has the model under the name `_orig_mod`.
 
     Raises:
         BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it. The first call raises
             it if no split fits, with the smallest budget that works.
-        UnsupportedError: `model` is neither a module nor a function, or `cost`, `fullgraph` or `dynamic` has an invalid
-            value.
+        UnsupportedError: `model` is neither a module nor a function; `cost`, `fullgraph`, `dynamic` or `mode` has an
+            invalid value; or there are options or a mode for another backend than Inductor.
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
         raise UnsupportedError(f"model: expected a torch.nn.Module or a function, got {type(model).__name__}.")
     check_flags(fullgraph=fullgraph)
     check_flags(may_be_none=True, dynamic=dynamic)
+    if backend != "inductor" and (mode is not None or options is not None):
+        raise UnsupportedError(f"mode= and options= are Inductor's, and the backend is {backend!r}.")
     partitioner = PeakPartitioner(budget, margin=margin, cost=cost)
     reason = ""
     try:
-        arguments = compile_arguments(backend, partitioner, partitioner.uuid)
+        arguments = compile_arguments(backend, partitioner, partitioner.uuid, mode, options)
     except VersionError as error:
         reason = str(error)
-        arguments = {"backend": backend}
+        arguments = {"backend": backend, "mode": mode, "options": options}
         warn(
             f"budget={budget!r} cannot be kept: {reason} The backend splits the step as it does without a budget.",
             CompileWarning,
         )
     compile_ = cast("Callable[..., Callable[P, R]]", torch.compile)
     function = compile_(model, dynamic=dynamic, fullgraph=fullgraph, **arguments)
-    return Compiled(model, function, partitioner, reason)
+    kind = CompiledModule if isinstance(model, nn.Module) else Compiled
+    return kind(model, function, partitioner, reason)

@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -97,8 +97,9 @@ class PeakPartitioner:
     `aot_autograd(partition_fn=PeakPartitioner("2GiB"), ...)`.
 
     Args:
-        budget: Peak bytes of forward and backward, parameters, inputs and gradients included: an int, `"6GiB"`, or
-            `"60%"` of their peak without any recompute. Each graph is held to it by itself.
+        budget: Peak bytes of forward and backward, parameters, inputs and gradients included: an int, `"6GiB"`,
+            `"60%"` of their peak without any recompute, or `"min"` for the lowest that a split is found for. Each graph
+            is held to it by itself.
         margin: Bytes of the budget to leave free for memory outside of any graph, for example an optimizer's state.
         cost: The recompute cost to minimise: estimated `"seconds"`, or `"flops"`.
 
@@ -107,6 +108,7 @@ class PeakPartitioner:
         margin_bytes: The part of the budget that stays free.
         cost: The recompute cost to minimise.
         partitions: The result for each graph that was split, in order.
+        was_used: Whether something has been compiled with it.
 
     Raises:
         BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it; when a graph is split,
@@ -115,18 +117,13 @@ class PeakPartitioner:
     """
 
     def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
-        relative = relative_of(budget)
-        if relative is not None and relative.of == "smallest":
-            raise BudgetError(
-                f"budget={budget!r}: a compiled graph has no search for the smallest budget. Give a size, or a share "
-                'of the plain peak: "60%", "40% of activations".'
-            )
         check_budget(budget, "the device", margin=margin)  # its size in bytes is known when a graph is split
         check_cost(cost)
         self.budget = budget
         self.cost: Cost = cost
         self.margin_bytes = margin_of(margin)
         self.partitions: list[Partition] = []
+        self.was_used = False
 
     def __call__(
         self, joint: GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
@@ -152,7 +149,17 @@ class PeakPartitioner:
         prices = Prices(reading.joint)
         theirs = halver.given(*graphs)
         plain = halver.of(split(reading.joint, reading.joint.asked))
-        budget = self._bytes(reading, plain.peak_bytes)
+
+        @cache
+        def saver() -> Saver:
+            tight = _torchs(untidied, reading, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            return Saver(reading.joint, [theirs.split.saved, *tight], prices=prices)
+
+        @cache
+        def lowest() -> Halves:
+            return min(theirs, plain, halver.of(saver().floor), key=lambda one: one.peak_bytes)
+
+        budget = self._bytes(reading, plain.peak_bytes, lambda: lowest().peak_bytes + self.margin_bytes)
         limit = budget - self.margin_bytes
         # Inductor fuses recomputed values with their readers, and its own split is made for that.
         is_torchs = reading.fuses and theirs.peak_bytes <= limit
@@ -160,13 +167,12 @@ class PeakPartitioner:
             found = theirs
         elif plain.peak_bytes <= limit:
             found = plain
+        elif reading.fuses:
+            found = aimed(saver(), limit, plain, halver.of)
         else:
-            tight = _torchs(untidied, reading, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-            saver = Saver(reading.joint, [theirs.split.saved, *tight], prices=prices)
-            if reading.fuses:
-                found = aimed(saver, limit, plain, halver.of)
-            else:
-                found = halver.of(saver.solve(limit) or saver.floor)
+            found = halver.of(saver().solve(limit) or saver().floor)
+        if found.peak_bytes > limit:
+            found = min(found, lowest(), key=lambda one: one.peak_bytes)
         if found.peak_bytes > limit:
             raise BudgetError(self._nothing_fits(budget, found.peak_bytes, reading.joint.fixed_bytes))
         self._note(reading, prices, found, budget, plain.peak_bytes, is_torchs=is_torchs)
@@ -181,13 +187,11 @@ class PeakPartitioner:
         code = hashlib.sha256(b"".join(path.read_bytes() for path in _code())).hexdigest()
         return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
 
-    def _bytes(self, reading: JointReading, plain_bytes: int) -> int:
+    def _bytes(self, reading: JointReading, plain_bytes: int, smallest: Callable[[], int]) -> int:
         relative = relative_of(self.budget)
         if relative is None:
             return bytes_of(self.budget, reading.device)
-        before_bytes = reading.joint.fixed_bytes
-        # `__init__` has refused the smallest.
-        return relative.bytes(plain_bytes=plain_bytes, before_bytes=before_bytes, smallest=lambda: plain_bytes)
+        return relative.bytes(plain_bytes=plain_bytes, before_bytes=reading.joint.fixed_bytes, smallest=smallest)
 
     def _nothing_fits(self, budget: int, floor: int, fixed: int) -> str:
         least = floor + self.margin_bytes

@@ -165,6 +165,12 @@ class _CallTree:
                 "`torchremat.loop`, inside of a transform of torch.func (vmap, jvp, jacfwd), or with a nested tensor. "
                 "Let a module of the model make that call, and it can be recomputed as a whole."
             )
+        if not self.roots and any(run.is_compiled for run in trace.operators.runs):
+            raise StepError(
+                "the step calls modules of the model in compiled code alone, which can only be kept or recomputed as a "
+                "whole, so there is nothing to choose. Compile the blocks of the model in place of the step, each by "
+                "`block.compile()`; with Lightning, give `fit` the plain module."
+            )
         if not self.roots:
             raise StepError(
                 "the step calls no module of the model with grad mode on; does it use another model than the one "

@@ -6,8 +6,8 @@ guessed from types, and the live ranges show which boundaries stay alive whateve
 
 The recorder notes operators at the same time, see `measuring.recorder`; this module works on whole calls.
 
-Compiled modules save other tensors than their eager code, and only the operators of eager code are visible. So with
-such modules three forwards run: one runs eagerly and shows operators, one compiles, one shows everything else.
+Compiled code saves other tensors than the same code where it runs eagerly, and only then its operators are visible. So
+where a step runs some, three forwards run: one runs eagerly and shows operators, one compiles, one shows all else.
 
 A step that takes a gradient itself, `torch.autograd.grad(..., create_graph=True)`, runs once more, and keeps what is
 saved.
@@ -29,7 +29,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat._compat.collectives import holds_work
 from torchremat._compat.data_parallel import is_data_parallel
-from torchremat._compat.dynamo import is_compiled, outside_graphs
+from torchremat._compat.dynamo import is_called_compiled, is_compiled, outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.tensors import is_nested_strided
@@ -150,6 +150,12 @@ class _CallFollower:
         if self.inside_loops or innermost_transform() is not None:
             self.untraced.add(name)
             return function(*args, **kwargs)
+        if is_called_compiled():
+            raise UnsupportedError(
+                f"{named(name)} is called by a compiled function that is neither a method of a module nor one of its "
+                "attributes, and to see its calls would compile that function anew each time. Compile the module "
+                "itself, by `module.compile()`, or make the compiled function an attribute of the module that calls it."
+            )
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:
             raise UnsupportedError(
@@ -230,7 +236,7 @@ def trace(
         seen = _traced(model, step, record, aside, keeps=False)
     except _TakesGradientError:
         return replace(_traced(model, step, record, aside, keeps=True), takes_gradients=True)
-    if not has_compiled(model):
+    if not (has_compiled(model) or any(run.is_compiled for run in seen.operators.runs)):
         return seen
     with aside(), nothing_kept():
         loss_of(step(model))
