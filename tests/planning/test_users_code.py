@@ -362,7 +362,7 @@ def test_an_optimizer_of_another_model_is_an_error():
 
 def test_a_changed_plan_has_no_certificate_of_the_unchanged_one():
     model, step = KINDS["loop"]()
-    made = plan(model, step, budget="80%", cost="flops")
+    made = plan(model, step, budget="80%", cost="flops", certify=True)
 
     changed = replace(made, budget_bytes=2 * made.budget_bytes)
 

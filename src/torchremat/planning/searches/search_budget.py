@@ -27,7 +27,7 @@ class Progress:
     Attributes:
         phase: The current phase: `"profiling"`, which runs the step; `"options"`, which parts of each unit can be kept;
             `"tables"`, `"judging"` and `"polishing"` of plans, which repeat for each way of splitting units and for
-            each budget of a frontier; `"certificate"`, for which the step is run once more; `"verifying"`,
+            each budget of a frontier; `"certificate"`, if asked for, which runs the step once more; `"verifying"`,
             which runs the step with the regions and without.
         share: The share of the options, of the search for plans, or of the steps of `verify` that is done: from 0 to
             1, and never less than before. A search that runs out of time ends sooner. None if unknown, which is while
