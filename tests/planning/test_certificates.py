@@ -12,8 +12,8 @@ import torchremat
 from planning import steps
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
+from torchremat.planning.bounds.certificates import certain_saves, underestimate
 from torchremat.planning.bounds.plain_step import Unseen, plain_step
-from torchremat.planning.bounds.relaxation import saves_of, underestimate
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.searches.flows import pooled_seconds, unit_seconds
 from torchremat.planning.simulator.prediction import predict
@@ -148,7 +148,7 @@ def test_what_is_saved_where_an_operator_runs_again():
     profile = torchremat.Planner(model, lambda model: model(x).sum(), cost="seconds").profile
     trace = profile.units.trace.operators
 
-    saves = dict(zip((run.name for run in trace.runs), saves_of(trace), strict=True))
+    saves = dict(zip((run.name for run in trace.runs), certain_saves(trace), strict=True))
 
     assert saves["aten.native_layer_norm.default"] == 5
     assert saves["aten.addmm.default"] == 3

@@ -20,8 +20,7 @@ import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import fitted
-from torchremat.planning.searches.chain_tables import ChainTables
-from torchremat.planning.searches.chains import Cost, amount, chain_of
+from torchremat.planning.searches.chains import ChainTables, Cost, amount, chain_of
 from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.placements import Placements
