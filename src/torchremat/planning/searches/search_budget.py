@@ -62,6 +62,10 @@ def checked(observer: Observer | Literal[False] | None) -> Observer | None:
 
 MOST_S = 60.0
 
+# How many units of trees are judged in addition to the trees that the search for a limit visits: fewer trees with many
+# units, since each judgement takes longer then.
+JUDGED_UNITS = 4000
+
 # Message for a result whose search ran out of time.
 TIME_IS_OVER = f"the search ended at its cap of {MOST_S:.0f} s with the best found by then; there may be better."
 
