@@ -116,6 +116,17 @@ def test_plan_prints_writes_and_draws(folder):
 COMMANDS_THAT_PLAN = [("plan", "--budget", "60%"), ("fit", "--budget", "60%"), ("frontier", "--points", "3")]
 
 
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_how_far_a_plan_can_be_from_the_best_is_said_to_those_who_ask(folder, command):
+    asked, plain = (
+        run(command, "factories:build", "--budget", "60%", "--cost", "flops", "--out", "plan.json", *given).stdout
+        for given in (("--certify",), ())
+    )
+
+    assert re.search(r"^optimal +at most [0-9.]+% of a step above the best of all schedules", asked, re.MULTILINE)
+    assert "optimal" not in plain
+
+
 def test_frontier_prints_writes_and_draws(folder):
     arguments = ("--points", "4", "--cost", "flops", "--out", "f.json", "--plot", "f.svg")
     result = run("frontier", "factories:build", *arguments)

@@ -48,7 +48,7 @@ def certified(make: Make, budgets: list[int], cost: str, rounds: int) -> list[di
 
 
 def certified_once(make: Make, budgets: list[int], cost: str) -> list[dict[str, object]]:
-    planner = torchremat.Planner(*make(), cost=cost)
+    planner = torchremat.Planner(*make(), cost=cost, certify=True)
     before = planner.fixed_bytes
     assert isinstance(planner.profiled.plain_step, PlainStep)  # which no plan for bytes runs
     plans = [planner.plan(before + size) for size in budgets if before + size >= planner.floor_bytes]

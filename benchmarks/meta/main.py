@@ -59,12 +59,12 @@ def planned_apart(sizes: tuple[int, int, int]) -> dict[str, object]:
 
 def compared(model, step) -> dict[str, object]:
     """Compare plans of a real profile with those made on fakes, with and without a table of measured kernels."""
-    real = Planner(model, step, cost="flops")
+    real = Planner(model, step, cost="flops", certify=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "device.json"
         real.save_device(path)
         saved = Device.load(path)
-    meta = Planner(model, step, cost="flops", on="meta", device=saved)
+    meta = Planner(model, step, cost="flops", certify=True, on="meta", device=saved)
     assert isinstance(real.profiled.plain_step, PlainStep)  # which no plan for bytes runs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchremat.DeviceWarning)

@@ -24,7 +24,7 @@ from probes.planning import (
     held_of,
     installed,
     kept,
-    mixed,
+    mix,
     profile_subject,
     step_seconds,
     store_sizes,
@@ -204,7 +204,7 @@ def mixtures(model, step, rng, count):
     chosen = [frozenset(), frozenset(whole)] + [
         frozenset(call for call in whole if rng.random() < 0.5) for _ in range(count)
     ]
-    return [mixed(pair, split) for split in dict.fromkeys(chosen)]
+    return [mix(pair, split) for split in dict.fromkeys(chosen)]
 
 
 def under(model, profile, tree):

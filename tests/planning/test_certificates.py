@@ -12,8 +12,8 @@ import torchremat
 from planning import steps
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
+from torchremat.planning.bounds.certificates import certain_saves, underestimate
 from torchremat.planning.bounds.plain_step import Unseen, plain_step
-from torchremat.planning.bounds.relaxation import saves_of, underestimate
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.searches.flows import pooled_seconds, unit_seconds
 from torchremat.planning.simulator.prediction import predict
@@ -28,7 +28,7 @@ def tiny(blocks=4):
 
 @pytest.fixture(scope="module")
 def planner():
-    return torchremat.Planner(*tiny(), cost="flops")
+    return torchremat.Planner(*tiny(), cost="flops", certify=True)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_what_is_saved_where_an_operator_runs_again():
     profile = torchremat.Planner(model, lambda model: model(x).sum(), cost="seconds").profile
     trace = profile.units.trace.operators
 
-    saves = dict(zip((run.name for run in trace.runs), saves_of(trace), strict=True))
+    saves = dict(zip((run.name for run in trace.runs), certain_saves(trace), strict=True))
 
     assert saves["aten.native_layer_norm.default"] == 5
     assert saves["aten.addmm.default"] == 3
@@ -158,7 +158,7 @@ def test_what_is_saved_where_an_operator_runs_again():
 
 def test_seconds_of_regions_are_part_of_the_bound():
     # Once the bound knew nothing of what the executor takes, and plans of small operators seemed far from the best.
-    planner = torchremat.Planner(*tiny(), cost="seconds")
+    planner = torchremat.Planner(*tiny(), cost="seconds", certify=True)
     claim = planner.plan("min")._claim
     regions, step = claim.keywords["regions"], claim.keywords["step"]
     slow = replace(regions, begun_cost=(1.0,) * len(regions.begun_cost))
@@ -245,7 +245,7 @@ def test_a_plan_that_recomputes_nothing_is_the_best(planner):
     ],
 )
 def test_a_plan_is_near_the_bound(share, accumulates, gap):
-    planner = torchremat.Planner(*tiny(), cost="flops", accumulates=accumulates)
+    planner = torchremat.Planner(*tiny(), cost="flops", accumulates=accumulates, certify=True)
     plan = planner.plan(f"{100 * share:g}% of activations")
 
     found = plan.certificate
@@ -272,7 +272,8 @@ def test_the_bound_holds_for_every_plan(planner, step_bytes):
 
 def test_a_plan_in_parts_has_the_bound_of_all_schedules():
     # Where only recomputes in parts fit, it was "at most 0.0% above the best of nested regions", and there are none.
-    planner = torchremat.Planner(*models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32), cost="flops")
+    model, step = models.gpt_step(blocks=3, width=32, context=32, batch=8, vocabulary=32)
+    planner = torchremat.Planner(model, step, cost="flops", certify=True)
     dividing, step = planner.solver.dividing, planner.profiled.plain_step
     plan = planner.plan("min")
 
@@ -305,8 +306,20 @@ def test_a_certificate_is_printed_and_kept(planner, tmp_path):
     assert "if a tensor is held as its whole storage or not at all" in str(found.certificate)
 
 
+def test_nothing_is_run_for_a_certificate_that_nobody_asks_for():
+    # The plain step under a log was an eighth of the planning of a Llama.
+    model, step = tiny()
+    plain, certified = (torchremat.Planner(model, step, cost="flops", certify=one) for one in (False, True))
+    plans = [one.plan("50% of activations") for one in (plain, certified)]
+
+    assert certified.subject.runs == plain.subject.runs + 1
+    assert plans[0].certificate is None and "optimal" not in str(plans[0])
+    assert plans[1].certificate is not None and "optimal" in str(plans[1])
+    assert (plans[0].tree, plans[0].held) == (plans[1].tree, plans[1].held)
+
+
 def test_what_is_not_known_is_said(monkeypatch):
-    planner = torchremat.Planner(*tiny(blocks=2), cost="flops")
+    planner = torchremat.Planner(*tiny(blocks=2), cost="flops", certify=True)
     monkeypatch.setattr(planner.profiled.placed.machine, "free_bytes", lambda: 0)
     found = planner.plan("80%").certificate
 
@@ -318,7 +331,7 @@ def test_what_is_not_known_is_said(monkeypatch):
 
 def test_a_plan_for_bytes_runs_no_plain_step_that_needs_more():
     model, step = tiny()
-    planner = torchremat.Planner(model, step, cost="flops")
+    planner = torchremat.Planner(model, step, cost="flops", certify=True)
     budget, runs = (planner.profiled.peak_of(planner.solver.plain) + planner.floor_bytes) // 2, planner.subject.runs
 
     found = planner.plan(budget).certificate

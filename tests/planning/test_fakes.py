@@ -57,11 +57,12 @@ def pair(tmp_path_factory):
         make, make_optimizer = MODELS[name]
         model, step = make()
         optimizer = None if make_optimizer is None else make_optimizer(model.parameters())
-        real = torchremat.Planner(model, step, optimizer=optimizer, cost="flops")
+        real = torchremat.Planner(model, step, optimizer=optimizer, cost="flops", certify=True)
         path = tmp_path_factory.mktemp("devices") / "device.json"
         real.save_device(path)
         before = fingerprint(model, optimizer=optimizer)
-        meta = torchremat.Planner(model, step, optimizer=optimizer, cost="flops", on="meta", device=path)
+        options = {"cost": "flops", "certify": True, "on": "meta", "device": path}
+        meta = torchremat.Planner(model, step, optimizer=optimizer, **options)
         assert before.changes(fingerprint(model, optimizer=optimizer)) == []
         return Pair(model=model, step=step, optimizer=optimizer, real=real, meta=meta)
 

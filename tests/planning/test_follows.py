@@ -14,7 +14,7 @@ from planning.following import executed, first_difference, simulated
 from planning.kinds import KINDS, SEVERAL_ROOTS, WIDTH, block, inputs, linear, square
 from planning.steps import in_parts, mixtures, profile, random_loads, random_tree, text, with_cuts, with_declared_speed
 from probes.memory import run_backward, subject_of
-from probes.planning import KeepNode, divisible, mixed, options_of, weighed
+from probes.planning import KeepNode, divisible, mix, options_of, weighed
 from stages.test_split_microbatch import GRAD, STAGES, forward
 from torchremat import Host, Session, session
 from torchremat._compat.pipelining import run_input_pass
@@ -93,7 +93,7 @@ def test_a_step_with_a_store_is_what_the_simulator_says(name):
     pair, rng = profile(model, step), random.Random(name)
     with with_declared_speed():
         [stored] = weighed(model, subject_of(step, model, None), pair, [Host()])
-    profiles, events = [pair.blocks, mixed(pair, frozenset(divisible(pair)))], []
+    profiles, events = [pair.blocks, mix(pair, frozenset(divisible(pair)))], []
 
     for own in profiles * 3:
         tree = random_tree(own.units, rng, depth=1)
@@ -183,7 +183,7 @@ def test_the_input_part_of_a_backward_is_what_the_simulator_says(name, ahead):
         with session.active(), session.input_pass() if name != "tied" else nullcontext():
             return ends, run_input_pass(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
 
-    for whole in (pair.blocks, mixed(pair, frozenset(divisible(pair)))) * 4:
+    for whole in (pair.blocks, mix(pair, frozenset(divisible(pair)))) * 4:
         (own,) = split._mixtures.like(whole.units)
         tree = random_tree(own.units, rng)
 

@@ -20,7 +20,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def planner():
-    return torchremat.Planner(*tiny(), cost="flops")
+    return torchremat.Planner(*tiny(), cost="flops", certify=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def test_points_are_plans_without_another_profile(frontier, monkeypatch):
 
 
 def test_a_budget_in_bytes_runs_no_plain_step_that_needs_more():
-    found = torchremat.frontier(*models.gpt_step(blocks=2, width=32, context=32, batch=2, vocabulary=32), cost="flops")
+    model, step = models.gpt_step(blocks=2, width=32, context=32, batch=2, vocabulary=32)
+    found = torchremat.frontier(model, step, cost="flops", certify=True)
     point = found.points[-2]
 
     assert found.plan(point.budget_bytes).certificate.bound_all is None

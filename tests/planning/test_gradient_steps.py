@@ -99,7 +99,7 @@ def least():
     """The plan of the step with forces for the smallest budget, which is not applied yet."""
     torch.manual_seed(0)
     model, step = STEPS["forces"]()
-    return plan(model, step, budget="min", cost="flops")
+    return plan(model, step, budget="min", cost="flops", certify=True)
 
 
 def test_a_budget_below_the_lowest_names_the_lowest(least):

@@ -13,7 +13,7 @@ from planning.steps import differences, outcome, profile, traced_peak
 from torchremat import Planner
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of
 from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.granularity import divisible, mix
 from torchremat.planning.simulator.prediction import predict
 from torchremat.schedules.chain import KeepNode
 from torchremat.stages.sums import Sums
@@ -275,7 +275,7 @@ def test_a_call_of_which_no_part_is_a_unit_stays_whole_and_the_others_can_be_spl
 
     names = [unit.name for unit in pair.leaves.units.units]
     assert "0.norm" in names and "0.gate.norm" in names
-    units = mixed(pair, divisible(pair)).units
+    units = mix(pair, divisible(pair)).units
     assert [unit.calls for unit in units.units] == [unit.calls for unit in pair.leaves.units.units]
     planner = Planner(model, step, cost="flops")
     planner.plan(planner.floor_bytes).apply(model)

@@ -34,7 +34,7 @@ from probes.planning import (
     held_of,
     installed,
     kept,
-    mixed,
+    mix,
     options_of,
     options_with,
     over_bytes,
@@ -288,7 +288,7 @@ def test_each_piece_of_a_step_is_predicted(name):
     if pair.leaves is not None:
         leaves = replace(pair.leaves, options=options_of(pair.leaves, "flops"))
         split = sorted(divisible(pair))[::2]
-        profiles.append(mixed(ProfilePair(blocks=blocks, leaves=leaves), frozenset(split)))
+        profiles.append(mix(ProfilePair(blocks=blocks, leaves=leaves), frozenset(split)))
     rng = random.Random(0)
 
     pieces = []

@@ -25,7 +25,7 @@ from planning.steps import (
     under,
 )
 from planning.steps import profile as profile_of
-from probes.planning import KeepNode, RegionNode, divisible, every_unit, flow_of, halves, mixed, predict, profiling
+from probes.planning import KeepNode, RegionNode, divisible, every_unit, flow_of, halves, mix, predict, profiling
 from torchremat.errors import UnsupportedError
 
 
@@ -326,7 +326,7 @@ def test_one_split_unit_is_predicted_to_the_byte(name, split):
     model, step = MODELS[name]()
     pair = profile_of(model, step)
     calls = pair.blocks.units.trace.calls
-    profile = mixed(pair, frozenset(call for call in divisible(pair) if calls[call].name == split))
+    profile = mix(pair, frozenset(call for call in divisible(pair) if calls[call].name == split))
 
     found = off(model, step, profile, trees_over(profile, 0, 2), outcome(model, step))
 
@@ -353,7 +353,7 @@ def test_of_two_calls_of_a_module_one_is_kept_and_the_other_split():
 
     pair = profile_of(model, step)
     _, second = sorted(divisible(pair))
-    profile = mixed(pair, frozenset([second]))
+    profile = mix(pair, frozenset([second]))
     count = len(profile.units.units)
     tree = (KeepNode(0), *each(count)[1:])
 
@@ -389,7 +389,7 @@ def nest(count, outer, inner):
 def test_what_a_nested_recompute_holds_is_predicted_to_the_byte(name, tree):
     model, step = KINDS[name]()
     pair = profile_of(model, step)
-    profile = pair.blocks if name != "encoder layers" else mixed(pair, divisible(pair))
+    profile = pair.blocks if name != "encoder layers" else mix(pair, divisible(pair))
 
     found = off(model, step, profile, [tree], outcome(model, step))
 

@@ -18,8 +18,7 @@ from compiled import MARKS, NEEDS_COMPILER, fresh, net, step
 from torchremat._compat.wrappers import Wrapper
 from torchremat.errors import BudgetError, CompileWarning, UnsupportedError
 from torchremat.planning.compiling import halves
-from torchremat.planning.compiling.programs import Program
-from torchremat.planning.compiling.running import Memory
+from torchremat.planning.compiling.programs import Memory, Program
 from torchremat.planning.compiling.trials import Trials
 
 pytestmark = MARKS

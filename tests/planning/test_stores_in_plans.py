@@ -33,7 +33,7 @@ from probes.planning import (
     calls_of,
     divisible,
     installed,
-    mixed,
+    mix,
     predict,
     store_sizes,
     weighed,
@@ -117,7 +117,7 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
     store = STORES[kind]()
     [store_profile] = weighed(model, subject_of(step, model, None), pair, [store])
     rng = random.Random(name + kind)
-    split = mixed(pair, frozenset(sorted(divisible(pair))[1::2]))
+    split = mix(pair, frozenset(sorted(divisible(pair))[1::2]))
     own = Measured(model, step)
 
     for profile, tree in (
@@ -181,7 +181,7 @@ def test_a_move_is_predicted_to_the_byte_where_no_kernel_needs_more(kind, leaf):
 def gpt():
     model, step = models.gpt_step(blocks=4, width=32, context=64, batch=4)
     store = Counting()
-    planner = torchremat.Planner(model, step, cost="flops", stores=[store])
+    planner = torchremat.Planner(model, step, cost="flops", stores=[store], certify=True)
     return model, step, store, planner, outcome(model, step)
 
 

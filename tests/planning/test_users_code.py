@@ -10,7 +10,7 @@ from torch import nn
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
-from probes.planning import calls_of, divisible, installed, mixed
+from probes.planning import calls_of, divisible, installed, mix
 from probes.regions import Settings
 from torchremat import OrderWarning, Planner, StepError, UnsupportedError, measure, plan, verify
 
@@ -50,7 +50,7 @@ def test_a_shared_block_is_taken_apart_in_one_of_its_calls():
     model, step = KINDS["shared weights"]()
     plain = outcome(model, step)
     pair = profile(model, step)
-    own = mixed(pair, frozenset({min(divisible(pair))}))
+    own = mix(pair, frozenset({min(divisible(pair))}))
     calls = calls_of(own.units)
 
     with installed(model, calls, each(len(own.units.units)), Settings()):
@@ -362,7 +362,7 @@ def test_an_optimizer_of_another_model_is_an_error():
 
 def test_a_changed_plan_has_no_certificate_of_the_unchanged_one():
     model, step = KINDS["loop"]()
-    made = plan(model, step, budget="80%", cost="flops")
+    made = plan(model, step, budget="80%", cost="flops", certify=True)
 
     changed = replace(made, budget_bytes=2 * made.budget_bytes)
 

@@ -12,14 +12,13 @@ from torchremat.measuring.before import bytes_before
 from torchremat.measuring.flops import FlopCounter, formula_of
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.modules import has_compiled, module_stack, visible_modules
-from torchremat.measuring.observers import observe_allocations, observe_storages
+from torchremat.measuring.observers import StorageTracker, observe_allocations, observe_storages
 from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import Subject, subject_of, unobserved
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.storages import StorageMap, StorageNumbers, address_of, tensors_in
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import untouched
 from torchremat.tensors.versioned import Versioned
 

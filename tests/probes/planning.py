@@ -39,7 +39,7 @@ from torchremat.planning.searches import options
 from torchremat.planning.searches.cuts import cut_options
 from torchremat.planning.searches.dividing import with_parts
 from torchremat.planning.searches.flows import flow_of, pooled_seconds, unit_seconds
-from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.granularity import divisible, mix
 from torchremat.planning.searches.loops import FoundLoop, loops_in
 from torchremat.planning.searches.loosening import PeakBounds
 from torchremat.planning.searches.options import options_of, options_with
@@ -49,8 +49,8 @@ from torchremat.planning.searches.solver import Solver
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
+from torchremat.planning.simulator.holding import OffloadedBytes
 from torchremat.planning.simulator.offload_choices import OffloadChoice, StoredUnit
-from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
 from torchremat.planning.simulator.prediction import over_bytes, predict
 from torchremat.planning.simulator.simulator import MemorySimulator

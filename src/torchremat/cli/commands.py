@@ -21,6 +21,7 @@ from rich.console import Console
 from torchremat.cli.options import (
     Accumulates,
     Budget,
+    Certify,
     Costs,
     Described,
     Device,
@@ -195,6 +196,7 @@ def plan_command(
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
     parameter_store: ParameterStore = None,
+    certify: Certify = False,
     accumulates: Accumulates = False,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
@@ -204,7 +206,7 @@ def plan_command(
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         trained = release_gradients, optimizer_store, parameter_store, accumulates
-        options = options_of(device, on, store, progress, *trained, cost=cost, operators=operators)
+        options = options_of(device, on, store, progress, *trained, cost=cost, operators=operators, certify=certify)
         _, planner = _planner(target, options, size, margin_bytes)
         found = planner.plan(size, margin=margin_bytes)
         text = str(found)  # works the certificate out
@@ -289,6 +291,7 @@ def fit_command(
     release_gradients: Release = "no",
     optimizer_store: OptimizerStore = None,
     parameter_store: ParameterStore = None,
+    certify: Certify = False,
     accumulates: Accumulates = False,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
@@ -296,7 +299,7 @@ def fit_command(
         _check_files(out, trace, plot=plot, html=html)
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         trained = release_gradients, optimizer_store, parameter_store, accumulates
-        options = options_of(device, None, store, progress, *trained, cost=cost, operators=operators)
+        options = options_of(device, None, store, progress, *trained, cost=cost, operators=operators, certify=certify)
         own, planner = _planner(target, options, size, margin_bytes)
         found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan
         text = str(found)  # works the certificate out

@@ -134,6 +134,9 @@ Budget = Annotated[
 Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
 Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
 Operators = Annotated[bool, typer.Option(help="Whether parts of a module may be kept.")]
+Certify = Annotated[
+    bool, typer.Option("--certify", help="Print how far the plan can be from the best: one more run of the step.")
+]
 On = Annotated[Literal["meta"] | None, typer.Option(help=("meta: plan for another device, without running anything."))]
 Described = Annotated[
     str | None,
@@ -218,6 +221,7 @@ def options_of(
     *,
     cost: Cost,
     operators: bool,
+    certify: bool = False,
 ) -> PlanOptions:
     """Return the options of a plan; their errors are reported before a model is made.
 
@@ -236,6 +240,7 @@ def options_of(
         progress=progress,
         cost=cost,
         operators=operators,
+        certify=certify,
     )
 
 

@@ -11,7 +11,6 @@ interrupts.py       no Ctrl-C while state is restored
 optimizers.py       the optimizer of a step, and its step run alone
 heap.py             the garbage collector kept off objects that are not ours
 exhaustion.py       out-of-memory errors
-threads.py          steps that call modules in their own threads
 tracebacks.py       errors of the step without our frames
 callers.py          the line of user code that runs an operator
 
@@ -21,7 +20,6 @@ traces.py        allocations and frees in order, with marks between
 allocator.py     recorded on any device
 profiled.py      those of the CPU, by torch's profiler
 history.py       those of CUDA, by its allocator
-tracker.py       the live bytes of tensors, without the allocator
 storages.py      the storages of a tensor
 simulation.py    the allocator and the clock of an absent device
 store_speeds.py  the speed of a store, alone and beside compute
@@ -34,10 +32,9 @@ modules.py           the running module, and the calls of modules, all routed th
 step_record.py       a step as one list of events
 recorder.py          the dispatch mode that records it
 flops.py             flops as operators run
-formulas.py          flops of operators that torch's registry lacks
 lines.py             the running operator and its line of user code
 timeline.py          live bytes over the step
-observers.py         what it observes of a step, each in a run of its own
+observers.py         what is observed of a step, each in a run of its own; live bytes of tensors without the allocator
 measurement.py       `measure`, and its figures as text, page and trace
 curves.py            as a picture
 

@@ -60,7 +60,7 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 def _shorten(error: BaseException) -> None:
     steps = list(steps_of(error.__traceback__))
-    below = dropwhile(_is_numeric, reversed(steps))
+    below = dropwhile(lambda step: _file(step).startswith(_NUMERIC), reversed(steps))
     if not steps or (_is_ours(next(below, steps[0])) and not isinstance(error, TorchrematError)):
         return
     rest: TracebackType | None = None
@@ -78,10 +78,6 @@ def _file(step: TracebackType) -> str:
 
 def _is_ours(step: TracebackType) -> bool:
     return _file(step).startswith(OURS)
-
-
-def _is_numeric(step: TracebackType) -> bool:
-    return _file(step).startswith(_NUMERIC)
 
 
 # Where NumPy and SciPy are, which need not be imported for it.

@@ -50,6 +50,8 @@ class PlanOptions:
             budget. See `torchremat.offload_optimizer`.
         parameter_store: A store where parameters may wait while their modules do not run, if no other way that is
             allowed fits the budget, or none is as fast. See `torchremat.offload_parameters`.
+        certify: Whether plans have a `certificate` of how far they can be from the best: one more run of the step, and
+            about a second when it is first asked for.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, possibly for an absent device. Model
             and batch may be real, on the meta device, or fakes.
         group: The processes that plan together: `"step"` for those that the step communicates with, as its runs show; a
@@ -60,9 +62,9 @@ class PlanOptions:
             `progress_bar` of `torchremat.reports.bars` makes an observer that shows a bar.
 
     Raises:
-        UnsupportedError: `cost`, `operators`, `allow_lossy`, `release_gradients` or `progress` is not valid; one of the
-            stores is no store, or is lossy and that is not allowed; or there are stores or `release_gradients` with
-            `on="meta"`, or `parameter_store` is among `stores` and has a limit.
+        UnsupportedError: `cost`, `operators`, `allow_lossy`, `release_gradients`, `certify` or `progress` is not valid;
+            one of the stores is no store, or is lossy and that is not allowed; or there are stores or
+            `release_gradients` with `on="meta"`, or `parameter_store` is among `stores` and has a limit.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -76,13 +78,15 @@ class PlanOptions:
     clip_value: float | None = None
     optimizer_store: Store | None = None
     parameter_store: Store | None = None
+    certify: bool = False
     on: Literal["meta"] | None = None
     group: Group = "step"
     progress: Callable[[Progress], None] | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         check_cost(self.cost)
-        check_flags(operators=self.operators, allow_lossy=self.allow_lossy, accumulates=self.accumulates)
+        flags = {"operators": self.operators, "allow_lossy": self.allow_lossy, "accumulates": self.accumulates}
+        check_flags(**flags, certify=self.certify)
         checked(self.progress)
         check_group(self.group)
         object.__setattr__(self, "stores", check_stores(self.stores, allow_lossy=self.allow_lossy))
@@ -160,6 +164,7 @@ class PlanKeywords(TrainingKeywords, total=False):
     allow_lossy: bool
     accumulates: bool
     clip_value: float | None
+    certify: bool
     on: Literal["meta"] | None
     group: Group
     progress: Callable[[Progress], None] | Literal[False] | None

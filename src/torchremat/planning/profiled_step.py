@@ -273,7 +273,8 @@ class ProfiledStep:
         What plans are described with is measured before, by all of them: steps reduce gradients.
         """
         if self._peers.are_several:
-            _ = self.plain_step, self.known_plain(), self.released_bytes, self.placed.stepping_seconds
+            _ = self.options.certify and self.plain_step
+            _ = self.known_plain(), self.released_bytes, self.placed.stepping_seconds
         return self.by_one(made)
 
     def by_one(self, found: Callable[[], T]) -> T:

@@ -2,8 +2,7 @@
 
 graphs.py        the joint graph of forward and backward, read as data
 trials.py        operators run by themselves, to see their allocations: the workspaces of a joint graph's kernels
-programs.py      the program that Inductor writes for a graph, line by line
-running.py       the live bytes while its programs run
+programs.py      the programs that Inductor writes for it, line by line, and the live bytes while they run
 halves.py        the two graphs of a split, their peak, and a split whose programs fit
 partitioning.py  `PeakPartitioner`
 compilation.py   `compiled`

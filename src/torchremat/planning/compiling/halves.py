@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torchremat._compat.inductor import partition_saving
 from torchremat.errors import CompileWarning, warn
 from torchremat.planning.compiling.graphs import JointReading
-from torchremat.planning.compiling.running import needs_of_programs
+from torchremat.planning.compiling.programs import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
 from torchremat.schedules.joint import NO_ADJUSTMENTS, Adjustments, Split, adjustments_of, split
 from torchremat.schedules.saving import Saver

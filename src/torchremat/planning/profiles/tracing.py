@@ -43,7 +43,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.dropping import never, nothing_kept
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import has_compiled, intercepted
+from torchremat.measuring.modules import OwnThread, has_compiled, intercepted
 from torchremat.measuring.recorder import StepRecorder
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.step_record import (
@@ -52,7 +52,6 @@ from torchremat.measuring.step_record import (
     CallHolds,
     CallLeft,
 )
-from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.untouched import untouched
 from torchremat.measuring.writes import Looking

@@ -146,18 +146,19 @@ def plan_of(
     `size` is the budget in bytes, `budget` as it was given. `beside` is the step in other ways of stepping, which
     may have a lower peak.
     """
-    search = profiled.solver
-    search.search_budget.tell("certificate", None)
-    claim = claim_of(
-        found.profile,
-        found.tree,
-        found.prediction,
-        unit=search.cost_unit,
-        step=profiled.plain_step,
-        limit_bytes=size - margin_bytes - profiled.fixed_bytes,
-        stores=bool(found.offloads),
-        stepping=profiled.stepping,
-    )
+    claim, search = None, profiled.solver
+    if profiled.options.certify:
+        search.search_budget.tell("certificate", None)
+        claim = claim_of(
+            found.profile,
+            found.tree,
+            found.prediction,
+            unit=search.cost_unit,
+            step=profiled.plain_step,
+            limit_bytes=size - margin_bytes - profiled.fixed_bytes,
+            stores=bool(found.offloads),
+            stepping=profiled.stepping,
+        )
     forecast = _forecast(profiled, found, (profiled, *beside))
     parts = _choice(profiled, found), forecast, _provenance(profiled, found, size, budget)
     return Plan(**{name: value for part in parts for name, value in vars(part).items()}, claim=claim)

@@ -61,9 +61,8 @@ class FrontierPoint:
 class Frontier(Viewed):
     """The plans of which none beats another in both peak and time. Made by `frontier`.
 
-    It keeps the profiled step, so a plan for any budget is made in milliseconds, the first one after one more run of
-    the step, for its certificate. All processes that train a model together have the same points, and call `plan`
-    together.
+    It keeps the profiled step, so a plan for any budget is made in milliseconds. All processes that train a model
+    together have the same points, and call `plan` together.
 
     Attributes:
         points: From the plain step, which recomputes nothing, to the lowest peak that was found.
@@ -133,8 +132,8 @@ class Frontier(Viewed):
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
 
-        The first plan of the frontier runs one plain step if that fits, for its certificate; for a budget in bytes only
-        if it fits that budget.
+        With `certify=True` the first plan of the frontier runs one plain step if that fits, for its certificate; for a
+        budget in bytes only if it fits that budget.
 
         Args:
             budget: As for `torchremat.plan`, or one of the points.

@@ -281,7 +281,7 @@ class PlanData(Choice, Forecast, Provenance):
 
     @cached_property
     def certificate(self) -> Certificate | None:
-        """How far the plan can be from the best possible, computed when first asked for; None if unknown."""
+        """How far it can be from the best possible, computed when first asked for; None without `certify=True`."""
         return self._claim() if self.certified is None and self._claim is not None else self.certified
 
 

@@ -12,7 +12,7 @@ from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.dividing import Dividing
-from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
+from torchremat.planning.searches.granularity import align, divisible, mix, units_of
 from torchremat.planning.searches.loops import are_long, have_several_units, loops_in
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.search_budget import SearchBudget
@@ -95,13 +95,10 @@ class Search:
         self.storing = Storing(self.whole, store_profiles)
         if options.operators:
             with search_budget.running(_OPTIONS_SHARE):
-                pair = pair.each(self._with_options)
+                pair = pair.each(lambda own: replace(own, options=options_of(own, self.cost_unit, self.search_budget)))
         self.pair = pair
         self.blocks = self._solver(pair.blocks, beside=self.whole) if pair.blocks.options else self.whole
         self.dividing = Dividing(self.blocks) if options.operators else None
-
-    def _with_options(self, profile: Profile) -> Profile:
-        return replace(profile, options=options_of(profile, self.cost_unit, self.search_budget))
 
     def _solver(
         self, profile: Profile, *, hand_made: bool = True, over_steps: bool = False, beside: Solver | None = None
@@ -151,8 +148,8 @@ class Search:
             for split, own in found.items()
             if own is not None and (split == lowest or len(own.units) <= _MOST_UNITS)
         ]
-        pair = aligned(self.pair)
-        mixtures = [mixed(pair, split) for split in fitting]
+        pair = align(self.pair)
+        mixtures = [mix(pair, split) for split in fitting]
         finest = max((len(mixture.units.units) for mixture in mixtures), default=0)
         return (
             self.blocks,

@@ -27,7 +27,7 @@ class Progress:
     Attributes:
         phase: The current phase: `"profiling"`, which runs the step; `"options"`, which parts of each unit can be kept;
             `"tables"`, `"judging"` and `"polishing"` of plans, which repeat for each way of splitting units and for
-            each budget of a frontier; `"certificate"`, for which the step is run once more; `"verifying"`,
+            each budget of a frontier; `"certificate"`, if asked for, which runs the step once more; `"verifying"`,
             which runs the step with the regions and without.
         share: The share of the options, of the search for plans, or of the steps of `verify` that is done: from 0 to
             1, and never less than before. A search that runs out of time ends sooner. None if unknown, which is while
@@ -61,6 +61,10 @@ def checked(observer: Observer | Literal[False] | None) -> Observer | None:
 
 
 MOST_S = 60.0
+
+# How many units of trees are judged in addition to the trees that the search for a limit visits: fewer trees with many
+# units, since each judgement takes longer then.
+JUDGED_UNITS = 4000
 
 # Message for a result whose search ran out of time.
 TIME_IS_OVER = f"the search ended at its cap of {MOST_S:.0f} s with the best found by then; there may be better."

@@ -20,22 +20,17 @@ import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.roots import fitted
-from torchremat.planning.searches.chain_tables import ChainTables
-from torchremat.planning.searches.chains import Cost, amount, chain_of
+from torchremat.planning.searches.chains import ChainTables, Cost, amount, chain_of
 from torchremat.planning.searches.loops import FoundLoop, are_long, expanded, loops_in, stages_of
 from torchremat.planning.searches.loosening import PeakBounds, loosened
 from torchremat.planning.searches.placements import Placements
-from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.search_budget import JUDGED_UNITS, SearchBudget
 from torchremat.planning.simulator.prediction import Candidate, predict_within, rank_of_bytes
 from torchremat.schedules.chain import Chain, KeepNode, Tree, bounded, kept, rebuilt, uniform_trees
 from torchremat.schedules.persistent import Persistent
 
 # The reported share before the polish of a tree, which takes about as long.
 _JUDGING_SHARE = 0.5
-
-# How many trees are judged in addition to those that the search for a limit visits: fewer with many units, since each
-# judgement takes longer then.
-_JUDGED_UNITS = 4000
 
 # A chain of n stages has 3 n - 1 uniform trees. Of a longer chain only those with numbers up to the second are judged:
 # few segments, and short strides.
@@ -134,7 +129,7 @@ class Solver:
     @property
     def most_judged(self) -> int:
         """How many trees may be judged for polish; a third of that for the floor."""
-        return max(12, _JUDGED_UNITS // len(self.profile.units.units))
+        return max(12, JUDGED_UNITS // len(self.profile.units.units))
 
     @property
     def uniform(self) -> Iterator[Tree]:

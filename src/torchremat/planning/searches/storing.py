@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.search_budget import JUDGED_UNITS
 from torchremat.planning.searches.solver import Solver
 from torchremat.planning.simulator.offload_choices import OffloadChoice, Offloads, OffloadSize, StoredUnit, StoreProfile
 from torchremat.planning.simulator.points import Live, ProgramPoint
@@ -29,7 +30,6 @@ _REACHES = (10**6, 1, 0)
 # How often the interval between the requested limit and the plain peak is halved, to find the tree that recomputes
 # least among those that fit with stores.
 _HALVINGS = 4
-_JUDGED_UNITS = 4000
 
 # If the cost is seconds, a plan with stores is chosen only if it is predicted to be faster than the best one without,
 # by more than this share of a plain step and by as much as the seconds of its copies vary. In doubt, the simpler plan
@@ -102,7 +102,7 @@ class Storing:
                     # Every second one, and then the others from the first on.
                     row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
                     found = _cheaper(found, self._shortest(store_profile, tree, row, reach, limit_bytes))
-            if self._judged * len(self.profile.sizes) > _JUDGED_UNITS:
+            if self._judged * len(self.profile.sizes) > JUDGED_UNITS:
                 break
         return found
 

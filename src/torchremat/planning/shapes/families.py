@@ -19,7 +19,7 @@ from torchremat.planning.profiles.profile_pair import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.cuts import cut_options, with_cuts
-from torchremat.planning.searches.granularity import aligned, mixed
+from torchremat.planning.searches.granularity import align, mix
 from torchremat.planning.searches.options import Selections, options_with
 from torchremat.planning.shapes.figures import (
     Figures,
@@ -111,7 +111,7 @@ class Family:
     def _mix(self, pairs: Collection[ProfilePair]) -> None:
         if any(own.leaves is None for own in pairs):
             pairs = [replace(own, leaves=None) for own in pairs]
-        self._mixable = [aligned(own) for own in pairs]
+        self._mixable = [align(own) for own in pairs]
         self._figures.clear()
         self._fitted.clear()
         self._cuts = None
@@ -164,7 +164,7 @@ class Family:
 
     def _profile(self, found: Cover, split: frozenset[int]) -> Profile:
         if split not in self._figures:
-            profiles = [mixed(pair, split) for pair in self._mixable]
+            profiles = [mix(pair, split) for pair in self._mixable]
             self._figures[split] = profiles, np.array([figures_of(one) for one in profiles])
         profiles, figures = self._figures[split]
         return with_figures(profiles[self._nearest_to(found)], found.weights @ figures[list(found.points)])

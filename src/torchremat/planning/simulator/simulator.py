@@ -19,9 +19,8 @@ from operator import is_
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.simulator.holding import Graphs, Links, LiveBytes
+from torchremat.planning.simulator.holding import Graphs, Links, LiveBytes, OffloadedBytes
 from torchremat.planning.simulator.offload_choices import NO_OFFLOADS, Offloads
-from torchremat.planning.simulator.offloaded import OffloadedBytes
 from torchremat.planning.simulator.points import Lifetimes, Live, OptionBytes, ProgramPoint, RanForward, UnitBytes
 from torchremat.regions.rules import ended, last_needed, last_uses
 from torchremat.schedules.chain import KeepNode, Node, RegionNode, Tree, kept
