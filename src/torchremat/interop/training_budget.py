@@ -336,14 +336,11 @@ def _restore_after(holders: Sequence[object]) -> Generator[None]:
             if isinstance(value, nn.Module | Tensor | torch.optim.Optimizer):
                 world.skip(value)
     reach(world, owned)
-    before = Snapshot(world, backs_up=False)
-    states = [(one, one.get_state()) for one in world.generators]
-    try:
+    with ExitStack() as stack:
+        for generator in world.generators:
+            stack.callback(generator.set_state, generator.get_state())
+        stack.callback(Snapshot(world, backs_up=False).put_back)
         yield
-    finally:
-        before.put_back()
-        for generator, state in states:
-            generator.set_state(state)
 
 
 @contextmanager

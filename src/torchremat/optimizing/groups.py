@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchremat.measuring.optimizers import Optimizer, bare_step
+from torchremat.state.containers import make
 
 Group = dict[str, Any]
 
@@ -35,11 +36,7 @@ class GroupOptions:
     def put_back(self) -> None:
         """Give the groups these options again."""
         for one in self._kept:
-            for name in one.differing():
-                if name in one.options:
-                    one.group[name] = one.options[name]
-                else:
-                    del one.group[name]
+            make(one.group, {**one.options, "params": one.group["params"]})
 
     def differing(self) -> list[str]:
         """Return the names of the options that groups have otherwise by now."""

@@ -105,7 +105,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
     Raises:
         UnsupportedError: Their state has objects that cannot be copied one by one.
     """
-    before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
+    before = {one: cast("dict[Any, Any]", copied(state[one])) for one in parameters if state.get(one)}
     held = list(_values_within(before.values()))
     odd = [value for value in held if not isinstance(value, (Tensor, *_HOLDERS, *_CONSTANTS))]
     if odd:
@@ -115,7 +115,7 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
         )
     whole = [one for one in (*parameters, *held) if isinstance(one, Tensor)]
     tensors = [part for one in whole for part in parts_of(one)]
-    contents = [(one, copied(one)) for one in held if isinstance(one, _HOLDERS)]
+    contents = [(holder, copied(holder)) for holder in held if isinstance(holder, _HOLDERS)]
     with torch.no_grad(), preserved_versions((*whole, *tensors)), undoing():
         put_back = [_copy_bytes(one) for one in tensors]
         try:
@@ -124,12 +124,10 @@ def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[Non
             with hiding():  # a copy of what a step is about to write would have these values
                 for put in put_back:
                     put()
-            for one, entries in before.items():
-                now = cast("dict[Any, Any]", state[one])
-                dict.clear(now)
-                dict.update(now, entries)
-            for holder, had in contents:
-                make(holder, had)
+            for parameter, entries in before.items():
+                make(state[parameter], entries)  # by now it may be another dict
+            for holder, items in contents:
+                make(holder, items)
 
 
 def _values_within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
