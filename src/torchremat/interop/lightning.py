@@ -15,11 +15,10 @@ from torch import nn
 
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
-from torchremat.interop.training import MemoryBudget as BudgetCallback
 from torchremat.interop.training import Training, Words, check_recomputes_nothing
 from torchremat.interop.training_budget import Budgeted, NoLossError
+from torchremat.interop.training_budget import MemoryBudget as BudgetCallback
 from torchremat.measuring.optimizers import parameters_of
-from torchremat.planning.results.plans import Plan
 
 try:
     import lightning.pytorch as pl
@@ -64,10 +63,6 @@ class MemoryBudget(BudgetCallback, pl.Callback):
     """
 
     _open: ExitStack | None = None
-    _budgeted: Budgeted | None = None
-
-    def _planned(self) -> Plan | None:
-        return None if self._budgeted is None else self._budgeted.plan
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the training.

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
 from torchremat.planning.layout import expect_larger
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiled_step import check_request
 from torchremat.planning.results.plans import Plan
@@ -258,6 +259,24 @@ class Budgeted:
         measured = largest.measured_bytes or largest.peak_bytes
         slowest = max(one.slowdown for one in plans)
         _log(self.training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+
+
+class MemoryBudget:
+    """The base class of the callbacks of this name: they are made from the user's options, as is `BudgetRequest`."""
+
+    _budgeted: Budgeted | None = None  # while it trains
+
+    @takes(TRAINING)
+    def __init__(
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
+    ) -> None:
+        super().__init__()
+        self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the model trains under; None before the first batch, after the training, and with `shapes`."""
+        return None if self._budgeted is None else self._budgeted.plan
 
 
 def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
