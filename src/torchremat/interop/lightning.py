@@ -173,15 +173,11 @@ def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) 
     """Return the result of the training step, without any logging."""
     module = trainer.lightning_module
     takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with overridden([module], log=_say_nothing):  # `log_dict` calls it as well
+    with overridden([module], log=lambda *_, **__: None):  # `log_dict` calls it as well
         output = trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
     if output is None:
         raise NoLossError
     return output
-
-
-def _say_nothing(*args: object, **kwargs: object) -> None:
-    """Stands for `log` while the step is planned."""
 
 
 def _log(trainer: pl.Trainer, numbers: dict[str, float]) -> None:

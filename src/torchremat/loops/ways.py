@@ -16,16 +16,15 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
 from torchremat.loops.first_run import Body, Forward
 from torchremat.loops.requests import LoopRequest, may_be_timed
-from torchremat.loops.slices import Slices
+from torchremat.loops.step_inputs import Slices
 from torchremat.loops.stretches import Stretches
 from torchremat.measuring.storages import storages_in
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import Recomputable
 from torchremat.regions.transforms import new_region
-from torchremat.schedules.binomial import CarrySlots
-from torchremat.schedules.loops import LoopSchedule, within_bytes
-from torchremat.schedules.online import OnlineBorders
+from torchremat.schedules.binomial import CarrySlots, OnlineBorders
+from torchremat.schedules.loop_schedules import LoopSchedule, within_bytes
 from torchremat.stores.offloading import Offload, offload
 from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.structure import tensors_in
@@ -139,18 +138,6 @@ class Way(Protocol):
     def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output, given its carry and the tensors in it."""
         ...
-
-
-class PlainWay:
-    """Runs every step as it is."""
-
-    def __init__(self, body: Body, slices: Slices) -> None:
-        self.body = body
-        self.slices = slices
-
-    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
-        """Run a step and return its output."""
-        return self.body(carry, self.slices.at(index))
 
 
 class KnownWay:

@@ -119,12 +119,3 @@ def _loads(
 def counted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
     """Return counts in the form that a load has."""
     return tuple(sorted((+counts).items()))
-
-
-def most_held(actions: Sequence[Action]) -> dict[int, int]:
-    """Return how many microbatches each stage of a device holds at most, the one that runs included."""
-    held, most = Counter[int](), Counter[int]()
-    for action in actions:
-        held[action.stage] += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
-        most[action.stage] = max(most[action.stage], held[action.stage])
-    return dict(most)

@@ -45,7 +45,7 @@ from torchremat.regions.footprints import abandon
 from torchremat.schedules.pipelines import clock_cycles
 from torchremat.stages.loads import DeviceLoad, Phase, counted
 from torchremat.stages.losses import LossBytes, loss_bytes
-from torchremat.stages.samples import Sample, Site, Taken, bytes_of, receive, take
+from torchremat.stages.samples import Sample, Site, Taken, receive, storage_bytes, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     layout = inspect_skip_layout(list(pipe.partitions))
     last, microbatches = len(pipe.partitions) - 1, len(outputs)
     loss = loss_bytes(pipe, pipe.devices[-1], step, outputs)
-    to_loss = Passed(source=last, target=last + 1, size_bytes=bytes_of(outputs[0].given.tensors), grad_bytes=0)
+    to_loss = Passed(source=last, target=last + 1, size_bytes=storage_bytes(outputs[0].given.tensors), grad_bytes=0)
     passed = [*_find_passed(inputs, layout), to_loss]
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
@@ -215,7 +215,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
                     )
                     for stage in stages
                 ],
-                boundary_bytes=microbatches * bytes_of(inputs[0].given.tensors) if 0 in stages else 0,
+                boundary_bytes=microbatches * storage_bytes(inputs[0].given.tensors) if 0 in stages else 0,
             )
         )
     return sites
@@ -259,8 +259,8 @@ def _find_passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Pa
             yield Passed(
                 source=source,
                 target=stage,
-                size_bytes=bytes_of(tensors),
-                grad_bytes=bytes_of([tensor for tensor in tensors if id(tensor) in in_graph]),
+                size_bytes=storage_bytes(tensors),
+                grad_bytes=storage_bytes([tensor for tensor in tensors if id(tensor) in in_graph]),
             )
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from torchremat.pipeline.dependency import Passing, pass_all
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.pipeline.partitions import listed_devices
-from torchremat.pipeline.pipe import Pipe
+from torchremat.pipeline.pipe import Pipe, listed_devices
 from torchremat.regions.runtime import is_checkpointing, is_recomputing
 
 Device = torch.device | str | int

@@ -24,10 +24,9 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
+from torchremat.pipeline.event_recorder import Recorder
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.predictions import with_prediction
-from torchremat.pipeline.recorder import Recorder
-from torchremat.pipeline.timeline import Timeline, timeline_of
+from torchremat.pipeline.timeline import Timeline, timeline_of, with_prediction
 from torchremat.regions.patches import scopes_on
 from torchremat.schedules.pipelines import Order, recomputing
 from torchremat.tensors.sizes import parse_bytes
