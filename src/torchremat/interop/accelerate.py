@@ -18,7 +18,7 @@ from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.training_budget import Budgeted, fitted
+from torchremat.interop.training_budget import Budgeted, plan_and_confirm
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 
@@ -116,7 +116,7 @@ def prepare(
         if not any(module.training for module in prepared.modules()):  # one that is so in part is as it was intended
             prepared.train()
             stack.callback(prepared.eval)
-        fitted(request, training, cast("Callable[[nn.Module], object]", step))
+        plan_and_confirm(request, training, cast("Callable[[nn.Module], object]", step))
     return prepared, wrapped
 
 

@@ -186,7 +186,7 @@ def check_releases(request: BudgetRequest, training: Training) -> None:
 
 
 @contextmanager
-def advised(training: Training) -> Generator[None]:
+def add_advice(training: Training) -> Generator[None]:
     """Add advice in the framework's words to an error of ours that leaves the block."""
     try:
         yield

@@ -35,7 +35,7 @@ from torchremat._compat.sharding import (
     unreduced_gradients_aside,
 )
 from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug, warn
-from torchremat.interop.training import BudgetRequest, Training, advised, check_releases, check_steps_alone, say
+from torchremat.interop.training import BudgetRequest, Training, add_advice, check_releases, check_steps_alone, say
 from torchremat.measuring.observers import observe_allocations
 from torchremat.measuring.runs import StepObserver, Subject, subject_of
 from torchremat.measuring.untouched import have_gradients
@@ -95,7 +95,7 @@ class Budgeted:
         # No smaller batch helps if the budget is more than the device has.
         place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
         check_budget(request.budget, place, margin=request.margin)
-        with advised(training):
+        with add_advice(training):
             if request.shapes:
                 self._adaptive = self._adapt(request)
 
@@ -114,7 +114,7 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            with advised(self.training), ExitStack() as stack:
+            with add_advice(self.training), ExitStack() as stack:
                 with suppress(NoLossError):
                     if self._adaptive is None:
                         self._prepare(batch)
@@ -155,12 +155,12 @@ class Budgeted:
 
     def _prepare(self, batch: object) -> None:
         sizes = tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
-        model, one = self.training.model, self._fitted
+        model, fitted = self.training.model, self._fitted
         is_unseen = not self._accumulates and have_gradients(model.parameters())
-        if is_unseen and one is not None and one.plan.processes == 1:
+        if is_unseen and fitted is not None and fitted.plan.processes == 1:
             # As where they are dropped between forward and backward.
             self._accumulates, self._known = True, []
-            one.plan.remove(model)
+            fitted.plan.remove(model)
             self._fitted = None
         if any(_covers(known, sizes) for known in self._known):
             return
@@ -183,7 +183,7 @@ class Budgeted:
                 say("batches come in several sizes: from now on each size has its own plan")
                 self._adaptive = self._adapt(by_shape)
                 return
-        self._fitted = fitted(self._request, replace(self.training, accumulates=self._accumulates), step)
+        self._fitted = plan_and_confirm(self._request, replace(self.training, accumulates=self._accumulates), step)
         if self._fitted.plan.processes == 1:
             expect_larger(self.training.model)
         self._known = [sizes]
@@ -279,7 +279,7 @@ class MemoryBudget:
         return None if self._budgeted is None else self._budgeted.plan
 
 
-def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
+def plan_and_confirm(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
     """Plan for a step, put the plan on the model, confirm it by a real step, and log the result.
 
     Raises:
@@ -289,7 +289,7 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
     model, optimizer = training.model, training.optimizer
     check_steps_alone(optimizer)
     check_releases(request, training)
-    with advised(training), ExitStack() as stack:
+    with add_advice(training), ExitStack() as stack:
         options = replace(request.options, optimizer=optimizer, accumulates=training.accumulates)
         if options.release_gradients:
             options = replace(options, clip_value=training.clip_value or None)
@@ -297,15 +297,15 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
         say(f"planning for a budget of {request.budget}, for batches up to this one: a few dozen of its steps")
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, within=request.budget, **options.keywords)
-        found = fit_with(planner, model, budget=request.budget, margin=request.margin)
-    plan = found.plan
+        fitted = fit_with(planner, model, budget=request.budget, margin=request.margin)
+    plan = fitted.plan
     say(
-        f"planned in {plan.planning_seconds:.1f} s and {plan.planning_steps} steps: {format_bytes(found.peak_bytes)} "
+        f"planned in {plan.planning_seconds:.1f} s and {plan.planning_steps} steps: {format_bytes(fitted.peak_bytes)} "
         f"measured, {format_bytes(plan.budget_bytes)} allowed; {plan.recomputed_calls} calls are recomputed, "
         f"{plan.slowdown:.2f} x the time of a plain step predicted"
     )
-    _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
-    return found
+    _log(training, plan.budget_bytes, plan.peak_bytes, fitted.peak_bytes, plan.slowdown)
+    return fitted
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:

@@ -129,7 +129,7 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
         while request.goes_on(len(outputs), steps, carry):
             carry, output = checks.check(len(outputs), run(len(outputs), carry, checks.tensors))
             outputs.append(output)
-        return carry, stacked(outputs)
+        return carry, stack_outputs(outputs)
 
 
 class CarryCheck:
@@ -215,7 +215,7 @@ def _places(template: object) -> str:
     return ", ".join(places) or "no tensor"
 
 
-def stacked(outputs: list[object]) -> object:
+def stack_outputs(outputs: list[object]) -> object:
     """Return the outputs as one, whose tensors have a first dimension for the steps; None if there are none.
 
     Raises:

@@ -170,13 +170,13 @@ class Slices:
                     continue
                 raise UnsupportedError(f"loop: {place} is {leaf!r}; tensors, or None, are scanned.")
             tensor = self.tensors[leaf.index]
-            found = len(tensor) if tensor.dim() else None
-            if found is None or (self.length is not None and found != self.length):
+            count = len(tensor) if tensor.dim() else None
+            if count is None or (self.length is not None and count != self.length):
                 raise UnsupportedError(
                     f"loop: {place} has the shape {tuple(tensor.shape)}; all tensors of xs need the same first "
                     f"dimension{'' if self.length is None else f', {self.length} here'}, one slice for each step."
                 )
-            self.length = found
+            self.length = count
         self._slices = [tensor.unbind() for tensor in self.tensors]
 
     def at(self, index: int) -> object:

@@ -81,7 +81,7 @@ class Recorder:
         if not self.on:
             return _NOTHING
         zero = None if stream is None else self._zero_of(stream.device)
-        return _taken(self._taken, stage, microbatch, kind, stream, zero)
+        return _time_event(self._taken, stage, microbatch, kind, stream, zero)
 
     def events(self) -> tuple[PipelineEvent, ...]:
         """Return the events since the start, in the order in which they ended; waits for the streams of the events."""
@@ -124,7 +124,7 @@ class _TakenEvent:
 
 
 @contextmanager
-def _taken(
+def _time_event(
     taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream | None, zero: _Zero | None
 ) -> Generator[None]:
     start = _now(stream)

@@ -97,11 +97,11 @@ class Pipe(nn.Module):
             )
         verify_skippables(module)
         counts = None if balance is None else list(balance)
-        self.devices = listed_devices(devices, None if counts is None else len(counts))
+        self.devices = find_devices(devices, None if counts is None else len(counts))
         self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
         if deferred_batch_norm:
             module = cast("nn.Sequential", convert_deferred_batch_norm(module, None))
-        self.partitions = nn.ModuleList(partitioned(module, self.balance, self.devices))
+        self.partitions = nn.ModuleList(cut_stages(module, self.balance, self.devices))
         self.devices = self.devices[: len(self.balance)]
         self.chunks = chunks
         self.checkpoint = checkpoint
@@ -180,10 +180,10 @@ class Pipe(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
         for device in self.devices:
-            found = fn(torch.empty(0, device=device)).device
-            if found != device:
+            target = fn(torch.empty(0, device=device)).device
+            if target != device:
                 raise UnsupportedError(
-                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its "
+                    f"this would move stages of a Pipe from {device} to {target}, and the Pipe decides where its "
                     "stages are. Choose the devices when you make it, with `devices=`."
                 )
         return super()._apply(fn, recurse)
@@ -239,7 +239,7 @@ def _by_parameters(module: nn.Sequential, stages: int) -> list[int]:
 _ADVICE = "`torchremat.pipeline.balance` has functions that find one by time, by size, or for given costs."
 
 
-def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[nn.Sequential]:
+def cut_stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[nn.Sequential]:
     """Return the layers as one `nn.Sequential` for each stage, on its device; they keep their names.
 
     Args:
@@ -271,17 +271,17 @@ def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence
     return [stage.to(device) for stage, device in zip(stages, devices, strict=False)]
 
 
-def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
+def find_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
     """Return the devices to use: the given ones; else all CUDA devices, or the CPU once per stage."""
     if devices is not None:
-        found = [torch.device(device) for device in devices]
+        listed = [torch.device(device) for device in devices]
     elif accelerators := counting_devices():
-        found = accelerators
+        listed = accelerators
     else:
-        found = [torch.device("cpu")] * (stages or 1)
-    problems = [problem for device in dict.fromkeys(found) for problem in _existence_problems(device)]
+        listed = [torch.device("cpu")] * (stages or 1)
+    problems = [problem for device in dict.fromkeys(listed) for problem in _existence_problems(device)]
     _raise(problems)
-    return [accelerator_of(device).normalised(device) for device in found]
+    return [accelerator_of(device).normalised(device) for device in listed]
 
 
 def _existence_problems(device: torch.device) -> list[str]:

@@ -83,10 +83,10 @@ class Timeline:
 
     def seconds(self, stage: int) -> dict[Kind, float]:
         """Return the seconds of each kind of event on a stage. See NOTE [ Whose time it is ]."""
-        found: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        seconds_of: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         for piece in self.pieces_of(stage):
-            found[piece.event.kind] += piece.seconds
-        return found
+            seconds_of[piece.event.kind] += piece.seconds
+        return seconds_of
 
     def pieces_of(self, stage: int) -> list[EventPiece]:
         """Return the time that belongs to the events of a stage. See NOTE [ Whose time it is ].
@@ -196,7 +196,7 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 
     The time of an event inside another event counts for the inner one. See NOTE [ Whose time it is ].
     """
-    found: dict[tuple[int, Kind], list[float]] = {}
+    seconds_of: dict[tuple[int, Kind], list[float]] = {}
     for stage in range(timeline.stages):
         events = timeline.events_of(stage)
         own_s = dict.fromkeys(map(id, events), 0.0)
@@ -204,8 +204,8 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
             own_s[id(piece.event)] += piece.seconds
         for event in events:
             if event.kind != "wait":
-                found.setdefault((stage, event.kind), []).append(own_s[id(event)])
-    return {key: median(seconds) for key, seconds in found.items()}
+                seconds_of.setdefault((stage, event.kind), []).append(own_s[id(event)])
+    return {key: median(seconds) for key, seconds in seconds_of.items()}
 
 
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:

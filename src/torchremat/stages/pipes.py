@@ -43,7 +43,7 @@ from torchremat.pipeline.skip.layouts import Key
 from torchremat.pipeline.skip.trackers import CellTracker, current_skip_tracker
 from torchremat.regions.footprints import abandon
 from torchremat.schedules.pipelines import clock_cycles
-from torchremat.stages.loads import DeviceLoad, Phase, counted
+from torchremat.stages.loads import DeviceLoad, Phase, sorted_counts
 from torchremat.stages.losses import LossBytes, loss_bytes
 from torchremat.stages.samples import Sample, Site, Taken, receive, storage_bytes, take
 
@@ -90,7 +90,7 @@ class Clocks:
         yield from self._forward(clocks)
         if self.stages - 1 in self.sums:
             held = dict.fromkeys(self.sums, self.microbatches)
-            yield DeviceLoad(None, "loss", counted(Counter(held)), other_bytes=self.loss.peak_bytes)
+            yield DeviceLoad(None, "loss", sorted_counts(Counter(held)), other_bytes=self.loss.peak_bytes)
         yield from self._backward([stage for clock in reversed(clocks) for stage in reversed(self._here(clock))])
 
     def _forward(self, clocks: Sequence[Collection[int]]) -> Iterator[DeviceLoad]:
@@ -131,7 +131,7 @@ class Clocks:
             if self.stages - 1 in self.sums:
                 others += self.loss.held_bytes[done[self.stages - 1]]
             held = Counter(dict.fromkeys(self.sums, self.microbatches)) - begun
-            yield DeviceLoad(stage, self._phase(done[stage]), counted(held), other_bytes=others)
+            yield DeviceLoad(stage, self._phase(done[stage]), sorted_counts(held), other_bytes=others)
             done = begun
 
     def _gradients(self, done: Counter[int], begun: Counter[int]) -> int:
@@ -159,7 +159,7 @@ class Clocks:
         return sorted(stage for stage in clock if stage in self.sums)
 
     def _held(self, counts: Counter[int]) -> tuple[tuple[int, int], ...]:
-        return counted(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
+        return sorted_counts(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
 
     def _added(self, done: Counter[int]) -> int:
         """Return the bytes of the sums of gradients that are live while the backward of a stage runs."""

@@ -176,10 +176,10 @@ class Taken:
 
 def take(value: object) -> Taken:
     """Return a value as it is now."""
-    found = Microbatch.of(value)
-    requires = tuple(tensor.requires_grad for tensor in found.tensors)
+    microbatch = Microbatch.of(value)
+    requires = tuple(tensor.requires_grad for tensor in microbatch.tensors)
     return Taken(
-        given=Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]),
+        given=Microbatch(microbatch.template, [tensor.detach().clone() for tensor in microbatch.tensors]),
         requires=requires,
         around=ambient_state(),
     )

@@ -149,10 +149,10 @@ class _Planned:
         self._resident_bytes = resident(site.device)  # now that the workspaces of all stages are there
 
     def _search(self, stage: int) -> Search:
-        found = self._planners[stage].solver
-        if not isinstance(found, Search):
+        search = self._planners[stage].solver
+        if not isinstance(search, Search):
             raise not_by_runs("A stage of a pipeline does not run alone: take gradients outside of the pipeline.")
-        return found
+        return search
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:
