@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _tables import bar, markdown, mib, publish, yes
 
 import torchremat
-from torchremat.schedules.binomial import advances, first_borders
+from torchremat.schedules.binomial import OnlineBorders, advances, first_borders
 from torchremat.schedules.hierarchies import Hierarchy, StoreCost
-from torchremat.schedules.loops import LoopSchedule, within_bytes
-from torchremat.schedules.online import OnlineBorders
+from torchremat.schedules.loop_schedules import LoopSchedule, within_bytes
 
 SHARE = 20
 

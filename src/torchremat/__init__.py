@@ -61,7 +61,7 @@ from torchremat.regions.doors import checkpoint, checkpointed, unwrap, wrap
 from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, name, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
-from torchremat.schedules.loops import LoopSchedule
+from torchremat.schedules.loop_schedules import LoopSchedule
 from torchremat.stores import codecs
 from torchremat.stores.base import StoreStatistics
 from torchremat.stores.compressed import Compressed

@@ -12,8 +12,7 @@ from logs import Count
 from torchremat import Disk, Host, checkpoint, loop, policies, session
 from torchremat.errors import MutationError
 from torchremat.regions.region import Region
-from torchremat.schedules.binomial import advances
-from torchremat.schedules.online import OnlineBorders
+from torchremat.schedules.binomial import OnlineBorders, advances
 
 STEPS = 23
 STATES = STEPS * 5056  # each step draws, and keeps the state of its generator

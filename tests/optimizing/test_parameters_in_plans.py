@@ -27,7 +27,7 @@ from torchremat import (
     codecs,
     guard,
 )
-from torchremat.interop.training import MemoryBudget
+from torchremat.interop.training_budget import MemoryBudget
 from torchremat.policies import save_smaller_than
 from torchremat.stores.base import land
 

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.making import event
 from torchremat._compat import accelerators
-from torchremat.pipeline import recorder as recorder_module
-from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline import event_recorder as recorder_module
+from torchremat.pipeline.event_recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from schedules.joint_chains import best, chain
 from torchremat.planning.compiling.halves import Halves, aimed
 from torchremat.schedules.joint import Adjustments, adjustments_of, live, split
-from torchremat.schedules.saving import Saver
+from torchremat.schedules.saved_values import Saver
 from turns import in_turn
 
 

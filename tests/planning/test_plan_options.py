@@ -9,7 +9,7 @@ from torch import nn
 
 import torchremat
 from torchremat import Disk, UnsupportedError
-from torchremat.interop.training import MemoryBudget
+from torchremat.interop.training_budget import MemoryBudget
 from torchremat.planning.plan_options import PlanKeywords, PlanOptions
 
 TRAINING = {"cost", "operators", "release_gradients", "optimizer_store", "parameter_store"}

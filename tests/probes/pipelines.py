@@ -6,8 +6,8 @@ from torchremat.pipeline import copying, workers
 from torchremat.pipeline.balance import costs
 from torchremat.pipeline.cells import precede
 from torchremat.pipeline.events import PipelineEvent, pieces
-from torchremat.pipeline.predictions import costs_of, predict
 from torchremat.pipeline.skip import portals
+from torchremat.pipeline.timeline import costs_of, predict
 from torchremat.pipeline.workers import spawn_workers
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.pipelines import recomputing

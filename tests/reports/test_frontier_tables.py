@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from torchremat import FrontierPoint
-from torchremat.reports.frontier_tables import frontier_table
+from torchremat.cli.commands import frontier_table
 
 MIB = 2**20
 

@@ -2,7 +2,7 @@
 
 from schedules.joint_chains import chain
 from torchremat.schedules.joint import Adjustments, adjustments_of, live, split
-from torchremat.schedules.saving import Saver
+from torchremat.schedules.saved_values import Saver
 
 
 def said(joint, saved):

@@ -6,7 +6,7 @@ import pytest
 
 from torchremat.schedules.binomial import advances
 from torchremat.schedules.hierarchies import Hierarchy, StoreCost
-from torchremat.schedules.loops import LoopSchedule
+from torchremat.schedules.loop_schedules import LoopSchedule
 
 
 @cache

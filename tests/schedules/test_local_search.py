@@ -2,7 +2,7 @@
 
 from schedules.joint_chains import best, chain, order
 from torchremat.schedules.joint import split
-from torchremat.schedules.saving import Saver, lowered, raised
+from torchremat.schedules.saved_values import Saver, lowered, raised
 
 
 def test_the_value_that_lowers_the_peak_most_for_its_cost_is_no_longer_saved():

@@ -8,7 +8,7 @@ import pytest
 from torchremat import BudgetError, LoopSchedule, ScheduleError
 from torchremat.schedules.binomial import advances
 from torchremat.schedules.hierarchies import StoreCost
-from torchremat.schedules.loops import least_recomputed, within_bytes
+from torchremat.schedules.loop_schedules import least_recomputed, within_bytes
 
 
 @pytest.mark.parametrize("steps", [4, 30, 100, 999, 1000, 2000, 10_000])

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from torchremat.schedules.loops import within_bytes
+from torchremat.schedules.loop_schedules import within_bytes
 from torchremat.schedules.mixtures import MixtureTable
 
 NEVER = 10**6

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from torchremat.schedules.binomial import advances
-from torchremat.schedules.online import OnlineBorders
+from torchremat.schedules.binomial import OnlineBorders, advances
 
 
 def runs(lengths, slots):

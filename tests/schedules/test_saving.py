@@ -9,7 +9,7 @@ from schedules.joint_chains import best, chain, order
 from torchremat.errors import ScheduleError
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices
-from torchremat.schedules.saving import Saver
+from torchremat.schedules.saved_values import Saver
 from turns import in_turn
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchremat import LoopSchedule, ScheduleError
 from torchremat.schedules.binomial import CarrySlots, advances
-from torchremat.schedules.loops import within_bytes
+from torchremat.schedules.loop_schedules import within_bytes
 from torchremat.schedules.uneven import UnevenSlots
 
 

@@ -1,7 +1,8 @@
 """What a device holds at each of its actions."""
 
 from schedules.orders import one_forward_one_backward, parse
-from torchremat.stages.loads import DeviceLoad, loads_of, most_held
+from torchremat.schedules.pipelines import most_held
+from torchremat.stages.loads import DeviceLoad, loads_of
 
 
 def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():

@@ -23,7 +23,7 @@ from torchremat import (
     offload,
 )
 from torchremat.stores.catalog import Catalog, unpack
-from torchremat.stores.held import Kept
+from torchremat.stores.in_catalog import Kept
 
 STORES = {
     "memory": Memory,

@@ -13,8 +13,8 @@ from torch import nn
 import torchremat
 from torchremat import UnsupportedError
 from torchremat.views.charts import tree_chart
-from torchremat.views.html import fragment, write_page
 from torchremat.views.page import Chart, Fact, Page, Table, TableCell, TableRow
+from torchremat.views.viewed import fragment, write_page
 
 ROOT = Path(__file__).parents[2]
 plotly = pytest.importorskip("plotly", reason="pages need plotly: pip install 'torchremat[html]'")

@@ -1,5 +1,5 @@
 """The command line: measure, look into, plan, verify and fit the training step that a factory returns.
 
-options.py   the factory and its result, and the options of the commands
-commands.py  the commands
+arguments.py  the factory and its result, and the options of the commands
+commands.py   the commands
 """

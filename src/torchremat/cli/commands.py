@@ -16,9 +16,11 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-from torchremat.cli.options import (
+from torchremat.cli.arguments import (
     Accumulates,
     Budget,
     Certify,
@@ -56,15 +58,14 @@ from torchremat.planning.budgets import margin_of
 from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiled_step import check_request
-from torchremat.planning.results.frontiers import POINTS
+from torchremat.planning.results.frontiers import POINTS, Frontier
 from torchremat.planning.results.plans import Plan
 from torchremat.planning.training.fitting import fit_with
 from torchremat.planning.training.report import Report
 from torchremat.planning.training.verification import verify
-from torchremat.reports.frontier_tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.html import check_pages
 from torchremat.views.pictures import check_picture
+from torchremat.views.viewed import check_pages
 
 app = typer.Typer(
     help="Give a PyTorch model a memory budget.",
@@ -138,9 +139,9 @@ def _say(text: str) -> None:
     _err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(found: object) -> None:
+def _show(result: object) -> None:
     """Print the result."""
-    _out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    _out.print(str(result), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("measure")
@@ -155,11 +156,13 @@ def measure_command(
     """Print what a training step takes: peak, seconds, flops."""
     with _working("measuring"):
         _check_files(trace, plot=plot, html=html)
-        own, place = load(target), place_of(device)
-        own.train_once()
-        found = measure(own.model, own.step, optimizer=own.optimizer, device=place, accumulates=accumulates)
-    _show(found)
-    _write("drawing", (plot, found.plot), (html, found.html), (trace, found.trace))
+        subject, place = load(target), place_of(device)
+        subject.train_once()
+        measurement = measure(
+            subject.model, subject.step, optimizer=subject.optimizer, device=place, accumulates=accumulates
+        )
+    _show(measurement)
+    _write("drawing", (plot, measurement.plot), (html, measurement.html), (trace, measurement.trace))
 
 
 @app.command("saved")
@@ -172,10 +175,10 @@ def saved_command(
     """Print what autograd keeps of a training step at the end of its forward: which bytes, saved where."""
     with _working("looking"):
         _check_files(out, html=html)
-        own = load(target)
-        found = saved(own.model, own.step)
-    _show(found.text(top))
-    _write("writing", (out, found.save), (html, found.html))
+        subject = load(target)
+        report = saved(subject.model, subject.step)
+    _show(report.text(top))
+    _write("writing", (out, report.save), (html, report.html))
 
 
 @app.command("plan")
@@ -239,11 +242,11 @@ def frontier_command(
         trained = release_gradients, optimizer_store, parameter_store, accumulates
         options = options_of(device, on, store, progress, *trained, cost=cost, operators=operators)
         _, planner = _planner(target, options)
-        found = planner.frontier(points=points)
-    _out.print(frontier_table(found))
-    for remark in found.remarks:
+        frontier = planner.frontier(points=points)
+    _out.print(frontier_table(frontier))
+    for remark in frontier.remarks:
         _show(remark)
-    _write("writing", (out, found.save), (plot, found.plot), (html, found.html))
+    _write("writing", (out, frontier.save), (plot, frontier.plot), (html, frontier.html))
 
 
 @app.command("verify")
@@ -261,18 +264,18 @@ def verify_command(
     so that nothing was compared.
     """
     with _working("verifying"):
-        found = Plan.load(plan)
-        own, place = load(target), place_of(device)
-        found.apply(
-            own.model,
+        loaded = Plan.load(plan)
+        subject, place = load(target), place_of(device)
+        loaded.apply(
+            subject.model,
             stores=stores_of(store),
-            optimizer=own.optimizer,
+            optimizer=subject.optimizer,
             optimizer_store=step_store_of(optimizer_store, "--optimizer-store"),
             parameter_store=step_store_of(parameter_store, "--parameter-store"),
         )
-        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+        report = verify(subject.model, subject.step, optimizer=subject.optimizer, device=place)
     _show(report)
-    _judge(found, report)
+    _judge(loaded, report)
 
 
 @app.command("fit")
@@ -300,28 +303,28 @@ def fit_command(
         size, margin_bytes = budget_of(budget), margin_of(number_of(margin))
         trained = release_gradients, optimizer_store, parameter_store, accumulates
         options = options_of(device, None, store, progress, *trained, cost=cost, operators=operators, certify=certify)
-        own, planner = _planner(target, options, size, margin_bytes)
-        found = fit_with(planner, own.model, budget=size, margin=margin_bytes).plan
-        text = str(found)  # works the certificate out
+        subject, planner = _planner(target, options, size, margin_bytes)
+        fitted = fit_with(planner, subject.model, budget=size, margin=margin_bytes).plan
+        text = str(fitted)  # works the certificate out
     with _working("verifying"):
-        report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))
+        report = verify(subject.model, subject.step, optimizer=subject.optimizer, device=place_of(device))
     _show(text)
     _show("")
     _show(report)
-    _write("writing", (out, found.save), (plot, found.plot), (html, found.html), (trace, found.trace))
-    _judge(found, report)
+    _write("writing", (out, fitted.save), (plot, fitted.plot), (html, fitted.html), (trace, fitted.trace))
+    _judge(fitted, report)
 
 
 def _planner(
     target: str, options: PlanOptions, budget: int | str | None = None, margin_bytes: int = 0
 ) -> tuple[TargetStep, Planner]:
     """Return the factory's target and its planner; warnings are printed at the end, also on failure."""
-    own = load(target)
-    options = replace(options, optimizer=own.optimizer)
+    subject = load(target)
+    options = replace(options, optimizer=subject.optimizer)
     if budget is not None:
-        check_request(own.model, own.step, options, budget, margin=margin_bytes)
+        check_request(subject.model, subject.step, options, budget, margin=margin_bytes)
     with _saying_warnings():
-        return own, Planner(own.model, own.step, **options.keywords)
+        return subject, Planner(subject.model, subject.step, **options.keywords)
 
 
 def _check_files(*paths: Path | None, plot: Path | None = None, html: Path | None = None) -> None:
@@ -360,6 +363,37 @@ def _judge(plan: Plan, report: Report) -> None:
         do = "Seed what it draws" if report.noise else "Verify a smaller batch, or use a larger device"
         _say(f"The plain step {what}, so its gradients cannot be compared. {do}.")
         raise typer.Exit(3)
+
+
+_MIB = 2**20
+_FRONTIER = ("budget\nMiB", "peak\nMiB", "against\nplain", "recomputed\nGFLOP", "time\nagainst plain")
+
+
+def frontier_table(frontier: Frontier) -> Table:
+    """Return the points of a frontier as a table; each row has the budget to pass."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    stored = any(point.stored_bytes for point in frontier.points)
+    for heading in (*_FRONTIER, *(["stored\nMiB"] if stored else [])):
+        table.add_column(heading, justify="right")
+    steps = any(point.stepping != frontier.points[0].stepping for point in frontier.points)
+    if steps:
+        table.add_column("optimizer")
+    for point in frontier.points:
+        table.add_row(
+            # Rounded up: a budget read off the table must suffice.
+            f"{-(-10 * point.budget_bytes // _MIB) / 10:.1f}",
+            _mib(point.peak_bytes),
+            f"{100 * point.peak_bytes / max(1, frontier.points[0].peak_bytes):.0f}%",
+            f"{point.recomputed_flops / 1e9:.2f}",
+            f"{point.slowdown:.2f}",
+            *([_mib(point.stored_bytes)] if stored else []),
+            *([str(point.stepping)] if steps else []),
+        )
+    return table
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f}"
 
 
 def main() -> None:

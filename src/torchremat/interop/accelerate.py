@@ -7,7 +7,7 @@ precision and sharding are final.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, Unpack, cast
@@ -18,7 +18,7 @@ from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.training_budget import Budgeted, fitted
+from torchremat.interop.training_budget import Budgeted, plan_and_confirm
 from torchremat.measuring.step import check_takes
 from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 
@@ -112,8 +112,11 @@ def prepare(
         _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(request, training), step=step)
         _expect_batches(cast("torch.optim.Optimizer", training.optimizer), shaped)
         return prepared, wrapped
-    with _training_mode(prepared):
-        fitted(request, training, cast("Callable[[nn.Module], object]", step))
+    with ExitStack() as stack:
+        if not any(module.training for module in prepared.modules()):  # one that is so in part is as it was intended
+            prepared.train()
+            stack.callback(prepared.eval)
+        plan_and_confirm(request, training, cast("Callable[[nn.Module], object]", step))
     return prepared, wrapped
 
 
@@ -171,19 +174,6 @@ def _log(log: WeakMethod[Callable[..., None]], numbers: dict[str, float]) -> Non
     told = log()  # the accelerator holds the optimizer, which is the key of a training
     if told is not None:
         told(numbers, step=0)
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Generator[None]:
-    """Put a model in training mode if no part of it is; a model that is partly in training mode is left as intended."""
-    if any(module.training for module in model.modules()):
-        yield
-        return
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
 
 
 def _check(accelerator: accelerate.Accelerator, model: nn.Module) -> None:

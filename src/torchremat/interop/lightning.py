@@ -15,11 +15,10 @@ from torch import nn
 
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
-from torchremat.interop.training import MemoryBudget as BudgetCallback
 from torchremat.interop.training import Training, Words, check_recomputes_nothing
 from torchremat.interop.training_budget import Budgeted, NoLossError
+from torchremat.interop.training_budget import MemoryBudget as BudgetCallback
 from torchremat.measuring.optimizers import parameters_of
-from torchremat.planning.results.plans import Plan
 
 try:
     import lightning.pytorch as pl
@@ -64,10 +63,6 @@ class MemoryBudget(BudgetCallback, pl.Callback):
     """
 
     _open: ExitStack | None = None
-    _budgeted: Budgeted | None = None
-
-    def _planned(self) -> Plan | None:
-        return None if self._budgeted is None else self._budgeted.plan
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the training.
@@ -178,15 +173,11 @@ def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) 
     """Return the result of the training step, without any logging."""
     module = trainer.lightning_module
     takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with overridden([module], log=_say_nothing):  # `log_dict` calls it as well
+    with overridden([module], log=lambda *_, **__: None):  # `log_dict` calls it as well
         output = trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
     if output is None:
         raise NoLossError
     return output
-
-
-def _say_nothing(*args: object, **kwargs: object) -> None:
-    """Stands for `log` while the step is planned."""
 
 
 def _log(trainer: pl.Trainer, numbers: dict[str, float]) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from torchremat._compat.collectives import is_distributed
 from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError, UnsupportedError, check_flags
 from torchremat.measuring.optimizers import not_an_optimizer, optimizers_in, steps_alone, with_wrapped
 from torchremat.planning.budgets import check_budget, relative_of
-from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
-from torchremat.planning.results.plans import Plan
+from torchremat.planning.plan_options import PlanOptions
 from torchremat.planning.stepping import NO_STORES
 
 
@@ -90,25 +88,6 @@ class BudgetRequest:
                 "in one way for all shapes, so no plan of a shape can choose it. Say release_gradients=True; for the "
                 "state call `torchremat.offload_optimizer` before the training."
             )
-
-
-class MemoryBudget:
-    """The base class of the callbacks of this name: they are made from the user's options, as is `BudgetRequest`."""
-
-    @takes(TRAINING)
-    def __init__(
-        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
-    ) -> None:
-        super().__init__()
-        self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that the model trains under; None before the first batch, after the training, and with `shapes`."""
-        return self._planned()
-
-    def _planned(self) -> Plan | None:
-        raise NotImplementedError
 
 
 def say(text: str) -> None:
@@ -207,7 +186,7 @@ def check_releases(request: BudgetRequest, training: Training) -> None:
 
 
 @contextmanager
-def advised(training: Training) -> Generator[None]:
+def add_advice(training: Training) -> Generator[None]:
     """Add advice in the framework's words to an error of ours that leaves the block."""
     try:
         yield

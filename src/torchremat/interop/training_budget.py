@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torchremat._compat.sharding import (
     unreduced_gradients_aside,
 )
 from torchremat.errors import BudgetError, BudgetWarning, UnsupportedError, bug, warn
-from torchremat.interop.training import BudgetRequest, Training, advised, check_releases, check_steps_alone, say
+from torchremat.interop.training import BudgetRequest, Training, add_advice, check_releases, check_steps_alone, say
 from torchremat.measuring.observers import observe_allocations
 from torchremat.measuring.runs import StepObserver, Subject, subject_of
 from torchremat.measuring.untouched import have_gradients
@@ -43,6 +43,7 @@ from torchremat.optimizing.partial_steps import note_failed
 from torchremat.optimizing.release import last_microbatch
 from torchremat.planning.budgets import check_budget
 from torchremat.planning.layout import expect_larger
+from torchremat.planning.plan_options import TRAINING, PlanOptions, TrainingKeywords, takes
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiled_step import check_request
 from torchremat.planning.results.plans import Plan
@@ -94,7 +95,7 @@ class Budgeted:
         # No smaller batch helps if the budget is more than the device has.
         place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
         check_budget(request.budget, place, margin=request.margin)
-        with advised(training):
+        with add_advice(training):
             if request.shapes:
                 self._adaptive = self._adapt(request)
 
@@ -113,7 +114,7 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            with advised(self.training), ExitStack() as stack:
+            with add_advice(self.training), ExitStack() as stack:
                 with suppress(NoLossError):
                     if self._adaptive is None:
                         self._prepare(batch)
@@ -154,12 +155,12 @@ class Budgeted:
 
     def _prepare(self, batch: object) -> None:
         sizes = tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
-        model, one = self.training.model, self._fitted
+        model, fitted = self.training.model, self._fitted
         is_unseen = not self._accumulates and have_gradients(model.parameters())
-        if is_unseen and one is not None and one.plan.processes == 1:
+        if is_unseen and fitted is not None and fitted.plan.processes == 1:
             # As where they are dropped between forward and backward.
             self._accumulates, self._known = True, []
-            one.plan.remove(model)
+            fitted.plan.remove(model)
             self._fitted = None
         if any(_covers(known, sizes) for known in self._known):
             return
@@ -182,7 +183,7 @@ class Budgeted:
                 say("batches come in several sizes: from now on each size has its own plan")
                 self._adaptive = self._adapt(by_shape)
                 return
-        self._fitted = fitted(self._request, replace(self.training, accumulates=self._accumulates), step)
+        self._fitted = plan_and_confirm(self._request, replace(self.training, accumulates=self._accumulates), step)
         if self._fitted.plan.processes == 1:
             expect_larger(self.training.model)
         self._known = [sizes]
@@ -260,7 +261,25 @@ class Budgeted:
         _log(self.training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
 
-def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
+class MemoryBudget:
+    """The base class of the callbacks of this name: they are made from the user's options, as is `BudgetRequest`."""
+
+    _budgeted: Budgeted | None = None  # while it trains
+
+    @takes(TRAINING)
+    def __init__(
+        self, budget: int | str, *, margin: int | str = 0, shapes: bool = False, **options: Unpack[TrainingKeywords]
+    ) -> None:
+        super().__init__()
+        self._request = BudgetRequest(budget=budget, margin=margin, options=PlanOptions(**options), shapes=shapes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the model trains under; None before the first batch, after the training, and with `shapes`."""
+        return None if self._budgeted is None else self._budgeted.plan
+
+
+def plan_and_confirm(request: BudgetRequest, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
     """Plan for a step, put the plan on the model, confirm it by a real step, and log the result.
 
     Raises:
@@ -270,7 +289,7 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
     model, optimizer = training.model, training.optimizer
     check_steps_alone(optimizer)
     check_releases(request, training)
-    with advised(training), ExitStack() as stack:
+    with add_advice(training), ExitStack() as stack:
         options = replace(request.options, optimizer=optimizer, accumulates=training.accumulates)
         if options.release_gradients:
             options = replace(options, clip_value=training.clip_value or None)
@@ -278,15 +297,15 @@ def fitted(request: BudgetRequest, training: Training, step: Callable[[nn.Module
         say(f"planning for a budget of {request.budget}, for batches up to this one: a few dozen of its steps")
         stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, within=request.budget, **options.keywords)
-        found = fit_with(planner, model, budget=request.budget, margin=request.margin)
-    plan = found.plan
+        fitted = fit_with(planner, model, budget=request.budget, margin=request.margin)
+    plan = fitted.plan
     say(
-        f"planned in {plan.planning_seconds:.1f} s and {plan.planning_steps} steps: {format_bytes(found.peak_bytes)} "
+        f"planned in {plan.planning_seconds:.1f} s and {plan.planning_steps} steps: {format_bytes(fitted.peak_bytes)} "
         f"measured, {format_bytes(plan.budget_bytes)} allowed; {plan.recomputed_calls} calls are recomputed, "
         f"{plan.slowdown:.2f} x the time of a plain step predicted"
     )
-    _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
-    return found
+    _log(training, plan.budget_bytes, plan.peak_bytes, fitted.peak_bytes, plan.slowdown)
+    return fitted
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
@@ -336,14 +355,11 @@ def _restore_after(holders: Sequence[object]) -> Generator[None]:
             if isinstance(value, nn.Module | Tensor | torch.optim.Optimizer):
                 world.skip(value)
     reach(world, owned)
-    before = Snapshot(world, backs_up=False)
-    states = [(one, one.get_state()) for one in world.generators]
-    try:
+    with ExitStack() as stack:
+        for generator in world.generators:
+            stack.callback(generator.set_state, generator.get_state())
+        stack.callback(Snapshot(world, backs_up=False).put_back)
         yield
-    finally:
-        before.put_back()
-        for generator, state in states:
-            generator.set_state(state)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -23,10 +23,9 @@ from torch import nn
 from torchremat._compat.binding import overridden
 from torchremat.errors import UnsupportedError
 from torchremat.frames import running
-from torchremat.interop.training import BudgetRequest, Training, Words, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.training import MemoryBudget as BudgetCallback
+from torchremat.interop.training import Training, Words, check_recomputes_nothing, raw_optimizer
 from torchremat.interop.training_budget import Budgeted
-from torchremat.planning.results.plans import Plan
+from torchremat.interop.training_budget import MemoryBudget as BudgetCallback
 
 try:
     import transformers
@@ -37,6 +36,8 @@ except ModuleNotFoundError as error:
         "them with: pip install 'torchremat[transformers]'",
         name=error.name,
     ) from error
+
+Plain: TypeAlias = Callable[..., Any]  # a method of the trainer, as it was
 
 _WORDS = Words(
     owner="`MemoryBudget`",
@@ -51,7 +52,6 @@ _COMPILED = (
     "`TrainingArguments(torch_compile=True)` compiles the model as one piece. Leave it out, and compile the layers "
     "before the trainer is made, `for layer in model.model.layers: layer.compile()`: a plan can choose among these."
 )
-_STEPS = ("training_step", "compute_loss", "_get_grad_norm")
 
 
 class MemoryBudget(BudgetCallback, transformers.TrainerCallback):
@@ -73,11 +73,8 @@ class MemoryBudget(BudgetCallback, transformers.TrainerCallback):
         UnsupportedError: Another argument is invalid.
     """
 
-    _watch: _TrainingWatch | None = None
-
-    def _planned(self) -> Plan | None:
-        budgeted = None if self._watch is None else self._watch.budgeted
-        return None if budgeted is None else budgeted.plan
+    _patch: ExitStack | None = None  # while it trains
+    _open: ExitStack | None = None  # while the trainer is in a step
 
     def on_train_begin(
         self,
@@ -94,7 +91,17 @@ class MemoryBudget(BudgetCallback, transformers.TrainerCallback):
         self._end()  # left by a failed training
         trainer = _trainer_of(self)
         _check(trainer, args)
-        self._watch = _TrainingWatch(trainer, self._request)
+        methods = {
+            "training_step": self._training_step,
+            "compute_loss": partial(self._compute_loss, trainer),
+            "_get_grad_norm": self._get_grad_norm,
+        }
+        # Older trainers have no method for the norm, and log none without clipping.
+        wrapped = {
+            name: partial(own, getattr(trainer, name)) for name, own in methods.items() if hasattr(trainer, name)
+        }
+        self._patch = ExitStack()
+        self._patch.enter_context(overridden([trainer], **wrapped))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Raise if a step has passed without a plan.
@@ -102,85 +109,66 @@ class MemoryBudget(BudgetCallback, transformers.TrainerCallback):
         Raises:
             UnsupportedError: It has.
         """
-        if self._watch is not None:
-            self._watch.check()
+        if self._patch is not None and self._budgeted is None:
+            raise UnsupportedError(
+                f"MemoryBudget: {type(_trainer_of(self)).__name__} has trained without calling `compute_loss`, which "
+                "is where a step is planned. Leave MemoryBudget out and plan by hand before `trainer.train()`: "
+                "torchremat.fit(model, step, budget=...), where `step` computes the same loss as the trainer."
+            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore model and trainer."""
         self._end()
 
     def _end(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
+        patch, self._patch = self._patch, None
+        budgeted, self._budgeted = self._budgeted, None
+        if patch is not None:
+            patch.close()
+        if budgeted is not None:
+            budgeted.end()
 
-
-class _TrainingWatch:
-    """One training of one trainer."""
-
-    def __init__(self, trainer: transformers.Trainer, request: BudgetRequest) -> None:
-        self._trainer = trainer
-        self._request = request
-        self.budgeted: Budgeted | None = None
-        self._open: ExitStack | None = None
-        ours = zip(_STEPS, (self._training_step, self._compute_loss, self._get_grad_norm), strict=True)
-        # Older trainers have no method for the norm, and log none without clipping.
-        wrapped = {name: method for name, method in ours if hasattr(trainer, name)}
-        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in wrapped}
-        self._patch = ExitStack()
-        self._patch.enter_context(overridden([trainer], **wrapped))
-
-    def check(self) -> None:
-        if self.budgeted is None:
-            raise UnsupportedError(
-                f"MemoryBudget: {type(self._trainer).__name__} has trained without calling `compute_loss`, which is "
-                "where a step is planned. Leave MemoryBudget out and plan by hand before `trainer.train()`: "
-                "torchremat.fit(model, step, budget=...), where `step` computes the same loss as the trainer."
-            )
-
-    def end(self) -> None:
-        self._patch.close()
-        if self.budgeted is not None:
-            self.budgeted.end()
-
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _training_step(self, plain: Plain, /, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             self._open = stack
             try:
-                return self._plain["training_step"](*args, **kwargs)
+                return plain(*args, **kwargs)
             finally:
                 self._open = None
 
-    def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _compute_loss(
+        self, trainer: transformers.Trainer, plain: Plain, /, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         stack, self._open = self._open, None
         # Evaluation computes losses as well, and a trainer may compute several in one step.
         if stack is not None and torch.is_grad_enabled():
-            if self.budgeted is None:
-                self.budgeted = Budgeted(self._request, self._training(model))
-            is_last = self._trainer.accelerator.sync_gradients
-            stack.enter_context(self.budgeted.step(partial(self._loss, args, kwargs), inputs, is_last=is_last))
-        return self._plain["compute_loss"](model, inputs, *args, **kwargs)
+            if self._budgeted is None:
+                self._budgeted = Budgeted(self._request, _training_of(trainer, model))
+            loss, is_last = partial(_loss, plain, args, kwargs), trainer.accelerator.sync_gradients
+            stack.enter_context(self._budgeted.step(loss, inputs, is_last=is_last))
+        return plain(model, inputs, *args, **kwargs)
 
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        if self.budgeted is not None and self.budgeted.releases:
+    def _get_grad_norm(self, plain: Plain, /, *args: Any, **kwargs: Any) -> Any:
+        if self._budgeted is not None and self._budgeted.releases:
             return None
-        return self._plain["_get_grad_norm"](*args, **kwargs)
+        return plain(*args, **kwargs)
 
-    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, inputs: object) -> object:
-        loss = self._plain["compute_loss"](model, inputs, *args, **kwargs)
-        return loss[0] if isinstance(loss, tuple) else loss
 
-    def _training(self, model: nn.Module) -> Training:
-        trainer = self._trainer
-        return Training(
-            model=model,
-            optimizer=raw_optimizer(trainer.optimizer, AcceleratedOptimizer),
-            log=partial(transformers.Trainer.log, trainer),  # a subclass's own may also log values gathered so far
-            holders=(trainer, trainer.state, trainer.control),
-            words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
-            needs_gradients=_needs_gradients(trainer),
-            accumulates=trainer.args.gradient_accumulation_steps > 1,
-        )
+def _loss(compute: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, inputs: object) -> object:
+    loss = compute(model, inputs, *args, **kwargs)
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+def _training_of(trainer: transformers.Trainer, model: nn.Module) -> Training:
+    return Training(
+        model=model,
+        optimizer=raw_optimizer(trainer.optimizer, AcceleratedOptimizer),
+        log=partial(transformers.Trainer.log, trainer),  # a subclass's own may also log values gathered so far
+        holders=(trainer, trainer.state, trainer.control),
+        words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
+        needs_gradients=_needs_gradients(trainer),
+        accumulates=trainer.args.gradient_accumulation_steps > 1,
+    )
 
 
 def _needs_gradients(trainer: transformers.Trainer) -> str:

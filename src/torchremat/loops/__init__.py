@@ -2,11 +2,10 @@
 
 In reading order:
 
-carries.py     the state between two steps
-stretches.py   which carries are in a slot, and the recompute of the others
-slices.py      what is scanned
-first_run.py   steps as regions
-requests.py    what the caller asks for, and what it takes to move a carry to a store
-ways.py        plainly, with a known length, with one that is not known, within a budget; what one step saves
-loop_call.py   the function that users call, and what the body may return
+step_inputs.py  what a step is given: the state between two steps, and a slice of what is scanned
+stretches.py    which carries are in a slot, and the recompute of the others
+first_run.py    steps as regions
+requests.py     what the caller asks for, and what it takes to move a carry to a store
+ways.py         plainly, with a known length, with one that is not known, within a budget; what one step saves
+loop_call.py    the function that users call, and what the body may return
 """

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.fakes import is_fake
 from torchremat._compat.transforms import hooks_under_transforms, is_transformed
-from torchremat.loops.carries import Carry, HeldInput, bring
-from torchremat.loops.slices import HeldSlices, SlicedInput, Slices
+from torchremat.loops.step_inputs import Carry, HeldInput, HeldSlices, SlicedInput, Slices, bring
 from torchremat.loops.stretches import CarriedInput, Stretches
 from torchremat.regions.calls import CallArguments, Source
 from torchremat.regions.region import Region
@@ -77,7 +76,10 @@ class Forward:
         here.kept = tensors  # a backward inside the step may ask for it
         held = self._hold(here, tensors, slices)
         try:
-            if not self.is_transformed and all(map(_is_simple, tensors)):
+            if not self.is_transformed and all(
+                (type(tensor) is Tensor and not tensor.__dict__) or isinstance(tensor, nn.Parameter)
+                for tensor in tensors
+            ):
                 return self._call(region, args, self._take_apart(args, [*tensors, *slices], held))
             inputs = [one for one in held.values() if isinstance(one, HeldInput)]
             with hooks_under_transforms():
@@ -122,7 +124,7 @@ class Forward:
         sources: list[Source] = self._sources
         if len(sources) != len(held) or len(held) != len(tensors):
             numbers = {key: number for number, key in enumerate(held)}
-            sources = [numbers[id(one)] for one in tensors]
+            sources = [numbers[id(tensor)] for tensor in tensors]
             if len(held) == len(tensors):
                 self._sources = sources  # the same for every step, but for one that is given a tensor twice
         return CallArguments(self._template, tensors, list(held.values()), sources)
@@ -135,16 +137,12 @@ class Forward:
         """
         if settings.check != "metadata" or self.is_transformed:
             return settings
-        if any(one.device.type != "cpu" or is_fake(one) for one in tensors):
+        if any(tensor.device.type != "cpu" or is_fake(tensor) for tensor in tensors):
             return settings
         return replace(settings, check="values")
 
     def _call(self, region: Region, args: tuple[object, object], given: CallArguments | None) -> object:
         return region.call(continued(self.body), args, {}, (self._root,), given=given)
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    return (type(tensor) is Tensor and not tensor.__dict__) or isinstance(tensor, nn.Parameter)
 
 
 def _next(inputs: Iterator[HeldInput], _: Tensor) -> HeldInput:

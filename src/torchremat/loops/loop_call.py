@@ -14,12 +14,12 @@ from torchremat._compat.dynamo import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.loops.first_run import Body
 from torchremat.loops.requests import LoopRequest
-from torchremat.loops.slices import Slices
-from torchremat.loops.ways import PlainWay, way_of
+from torchremat.loops.step_inputs import Slices
+from torchremat.loops.ways import way_of
 from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions, thread
-from torchremat.schedules.loops import LoopSchedule
+from torchremat.schedules.loop_schedules import LoopSchedule
 from torchremat.tensors.handles import Store
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import Leaf, join, leaves_of, place_of, same_structure, split
@@ -117,15 +117,19 @@ def _run(body: Body, carry: object, xs: object, request: LoopRequest, settings: 
         raise UnsupportedError(f"loop: the body has to be a function, got {type(body).__name__}.")
     checks, slices = CarryCheck(carry), Slices(xs)
     steps = request.steps(slices.length)
-    way, around = PlainWay(body, slices), None
+
+    def run_plainly(index: int, carry: object, _: list[Tensor]) -> object:
+        return body(carry, slices.at(index))
+
+    run, around = run_plainly, None
     if makes_regions():
-        way, around = way_of(body, slices, checks.tensors, steps, request, settings), thread.around_loop
+        run, around = way_of(body, slices, checks.tensors, steps, request, settings).run, thread.around_loop
     outputs: list[object] = []
     with nullcontext() if around is None else around():
         while request.goes_on(len(outputs), steps, carry):
-            carry, output = checks.check(len(outputs), way.run(len(outputs), carry, checks.tensors))
+            carry, output = checks.check(len(outputs), run(len(outputs), carry, checks.tensors))
             outputs.append(output)
-        return carry, stacked(outputs)
+        return carry, stack_outputs(outputs)
 
 
 class CarryCheck:
@@ -149,8 +153,8 @@ class CarryCheck:
                 )
         if not self.tensors:
             raise UnsupportedError("loop: the carry has no tensor.")
-        self._form = [_form(one) for one in self.tensors]
-        self._versions = [version_of(one) for one in self.tensors]
+        self._form = [_form(tensor) for tensor in self.tensors]
+        self._versions = [version_of(tensor) for tensor in self.tensors]
 
     def check(self, index: int, output: object) -> tuple[object, object]:
         """Return the next carry and the output of a step.
@@ -188,7 +192,7 @@ class CarryCheck:
                 f"{_words(self._form[place])}. A carry keeps its shapes, dtypes and devices."
             )
         self.tensors = tensors
-        self._versions = [version_of(one) for one in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
         return carry, y
 
     def _name(self, place: int) -> str:
@@ -211,7 +215,7 @@ def _places(template: object) -> str:
     return ", ".join(places) or "no tensor"
 
 
-def stacked(outputs: list[object]) -> object:
+def stack_outputs(outputs: list[object]) -> object:
     """Return the outputs as one, whose tensors have a first dimension for the steps; None if there are none.
 
     Raises:

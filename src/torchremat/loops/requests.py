@@ -25,7 +25,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.store_speeds import Payload, Speed, measured_speed
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.schedules.hierarchies import StoreCost
-from torchremat.schedules.loops import LoopSchedule
+from torchremat.schedules.loop_schedules import LoopSchedule
 from torchremat.stores.base import statistics_of
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import parse_bytes
@@ -103,7 +103,7 @@ class LoopRequest:
         else:
             times = given if isinstance(given, tuple) else (given,) * len(self.stores)
             moves = [(time / 2, time / 2) for time in times]
-        size_bytes = sum(one.nbytes for one in tensors)
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
         return tuple(
             StoreCost(room=_room(store, size_bytes), write_steps=write / block, read_steps=read / block)
             for store, (write, read) in zip(self.stores, moves, strict=True)
@@ -182,14 +182,14 @@ def move_steps(store: Store, tensors: Sequence[Tensor], step_s: float | None) ->
     if step_s is None:
         return 0.5, 0.5
     speed = _speed_of(store, tensors)
-    count, size_bytes = len(tensors), sum(one.nbytes for one in tensors)
+    count, size_bytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
     write, read = (_round(one.seconds(count, size_bytes) / step_s) for one in (speed.out, speed.back))
     return write, read
 
 
 def _speed_of(store: Store, tensors: Sequence[Tensor]) -> Speed:
     known = _speeds.setdefault(store, {})
-    key = tensors[0].device, Payload(tensors=tuple((one.nbytes, one.dtype) for one in tensors))
+    key = tensors[0].device, Payload(tensors=tuple((tensor.nbytes, tensor.dtype) for tensor in tensors))
     if key not in known:
         statistics = statistics_of(store)
         limit_bytes = None if statistics is None else statistics.limit_bytes

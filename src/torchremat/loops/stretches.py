@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, set_grad_mode
 from torchremat.errors import CheckpointError, bug
-from torchremat.loops.carries import Carry, HeldInput, current_key
+from torchremat.loops.step_inputs import Carry, HeldInput, current_key
 from torchremat.regions.slots import Key
 from torchremat.schedules.binomial import CarrySlots
 from torchremat.schedules.hierarchies import Hierarchy
-from torchremat.schedules.loops import Division
+from torchremat.schedules.loop_schedules import Division
 from torchremat.stores.offloading import Offload
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.structure import tensors_in
@@ -78,7 +78,7 @@ class Stretches:
         if place:
             self._store(carry, tensors, place)
             return
-        carry.held = [self.held_tensor(one) for one in tensors]
+        carry.held = [self.held_tensor(tensor) for tensor in tensors]
         self._carries.append(ref(carry))
 
     def _store(self, carry: Carry, tensors: list[Tensor], place: int) -> None:
@@ -86,7 +86,7 @@ class Stretches:
         set_grad_mode(True)  # as in a forward
         try:
             with self.stores[place - 1]:
-                carry.held = [self.held_tensor(one) for one in tensors]
+                carry.held = [self.held_tensor(tensor) for tensor in tensors]
         finally:
             set_grad_mode(had_grad)
         carry.store = place

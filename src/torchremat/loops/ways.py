@@ -16,16 +16,15 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
 from torchremat.loops.first_run import Body, Forward
 from torchremat.loops.requests import LoopRequest, may_be_timed
-from torchremat.loops.slices import Slices
+from torchremat.loops.step_inputs import Slices
 from torchremat.loops.stretches import Stretches
 from torchremat.measuring.storages import storages_in
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import Recomputable
 from torchremat.regions.transforms import new_region
-from torchremat.schedules.binomial import CarrySlots
-from torchremat.schedules.loops import LoopSchedule, within_bytes
-from torchremat.schedules.online import OnlineBorders
+from torchremat.schedules.binomial import CarrySlots, OnlineBorders
+from torchremat.schedules.loop_schedules import LoopSchedule, within_bytes
 from torchremat.stores.offloading import Offload, offload
 from torchremat.tensors.sizes import format_bytes
 from torchremat.tensors.structure import tensors_in
@@ -139,18 +138,6 @@ class Way(Protocol):
     def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
         """Run a step and return its output, given its carry and the tensors in it."""
         ...
-
-
-class PlainWay:
-    """Runs every step as it is."""
-
-    def __init__(self, body: Body, slices: Slices) -> None:
-        self.body = body
-        self.slices = slices
-
-    def run(self, index: int, carry: object, tensors: list[Tensor]) -> object:
-        """Run a step and return its output."""
-        return self.body(carry, self.slices.at(index))
 
 
 class KnownWay:
@@ -268,21 +255,21 @@ def way_of(
             request.on_schedule(schedule)
         return OnlineWay(forward, schedule.slots) if steps is None else KnownWay(forward, schedule, stores)
 
-    def within(found: StepBytes, step_s: float | None) -> Way:
+    def within(step_bytes: StepBytes, step_s: float | None) -> Way:
         if request.slots is not None:
             return follow(with_slots, step_s)
         most = steps or request.max_length or 0
-        budget_bytes = request.budget_bytes - most * found.state
+        budget_bytes = request.budget_bytes - most * step_bytes.state
         if budget_bytes < 1:
             raise BudgetError(
                 f"a budget of {format_bytes(request.budget_bytes)} is below what {most} steps keep of the generators "
-                f"that they draw from, {format_bytes(found.state)} each."
+                f"that they draw from, {format_bytes(step_bytes.state)} each."
             )
-        sizes = found.carry, found.step, budget_bytes
+        sizes = step_bytes.carry, step_bytes.step, budget_bytes
         schedule = within_bytes(
-            steps, *sizes, shared_bytes=found.shared, mixes=not stores, step_costs=request.step_costs
+            steps, *sizes, shared_bytes=step_bytes.shared, mixes=not stores, step_costs=request.step_costs
         )
-        return follow(replace(schedule, state_bytes=found.state), step_s)
+        return follow(replace(schedule, state_bytes=step_bytes.state), step_s)
 
     is_timed = bool(stores) and request.transfer_steps is None and may_be_timed(tensors)
     if request.slots is None or is_timed:

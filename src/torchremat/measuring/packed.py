@@ -11,7 +11,7 @@ from torch import Tensor
 from torchremat.regions.recording import Recording
 from torchremat.regions.selective import cache as selection
 from torchremat.stores.catalog import Apart
-from torchremat.stores.held import Kept
+from torchremat.stores.in_catalog import Kept
 from torchremat.stores.narrowing import Narrowable, Surrogate
 from torchremat.stores.stored import Stored
 from torchremat.tensors.metadata import Metadata

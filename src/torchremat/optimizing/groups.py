@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchremat.measuring.optimizers import Optimizer, bare_step
+from torchremat.state.containers import make
 
 Group = dict[str, Any]
 
@@ -30,16 +31,12 @@ class GroupOptions:
     """The options of groups at one time, all but their parameters."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        self._kept = [_KeptOptions(group, dict(group), _versions_in(group)) for group in groups]
+        self._kept = [_KeptOptions(group, dict(group), list(map(version_of, group.values()))) for group in groups]
 
     def put_back(self) -> None:
         """Give the groups these options again."""
-        for one in self._kept:
-            for name in one.differing():
-                if name in one.options:
-                    one.group[name] = one.options[name]
-                else:
-                    del one.group[name]
+        for kept in self._kept:
+            make(kept.group, {**kept.options, "params": kept.group["params"]})
 
     def differing(self) -> list[str]:
         """Return the names of the options that groups have otherwise by now."""
@@ -49,34 +46,31 @@ class GroupOptions:
 class _KeptOptions(NamedTuple):
     group: Group
     options: Group
-    versions: list[tuple[str, int]]
+    versions: list[int]
 
     def differing(self) -> list[str]:
         now, before = self.group, self.options
-        found = [name for name, version in self.versions if name in now and version_of(now[name]) != version]
+        versions = zip(before, self.versions, strict=True)
+        written = [
+            name for name, version in versions if version >= 0 and name in now and version_of(now[name]) != version
+        ]
         if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
-            return found
-        names = (name for name in {**before, **now} if name != "params" and name not in found)
-        return found + [name for name in names if not _is_same(now.get(name, _MISSING), before.get(name, _MISSING))]
+            return written
+        names = (name for name in {**before, **now} if name != "params" and name not in written)
+        return written + [name for name in names if not _is_same(now.get(name, _MISSING), before.get(name, _MISSING))]
 
 
 _MISSING = object()
 
 
-def _versions_in(group: Group) -> list[tuple[str, int]]:
-    return [(name, one._version) for name, one in group.items() if isinstance(one, Tensor)]
-
-
-def version_of(one: object) -> int:
+def version_of(option: object) -> int:
     """Return the version of a tensor, -1 for anything else."""
-    return one._version if isinstance(one, Tensor) else -1
+    return option._version if isinstance(option, Tensor) else -1
 
 
 def _is_same(one: object, other: object) -> bool:
     """Return whether no step can tell two options apart."""
-    if one is other:
-        return True
-    return type(one) is type(other) and not isinstance(one, Tensor) and one == other
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
 
 
 def groups_by_parameter(optimizer: Optimizer) -> dict[int, Group]:
@@ -92,12 +86,12 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
     A step may call that of its base class, which runs hooks if the base class has instances of its own; not these.
     """
     chosen: dict[int, tuple[Group, list[Tensor]]] = {}
-    for one in parameters:
-        group = group_of[id(one)]
-        chosen.setdefault(id(group), (group, []))[1].append(one)
-    attributes, every = vars(optimizer), optimizer.param_groups
+    for parameter in parameters:
+        group = group_of[id(parameter)]
+        chosen.setdefault(id(group), (group, []))[1].append(parameter)
+    attributes, all_groups = vars(optimizer), optimizer.param_groups
     groups = [group for group, _ in chosen.values()]
-    had = [group["params"] for group in groups]
+    all_parameters = [group["params"] for group in groups]
     hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
     try:
         for group, some in chosen.values():
@@ -107,24 +101,24 @@ def step_on(optimizer: Optimizer, parameters: Sequence[Tensor], group_of: Mappin
         bare_step(optimizer)()
     finally:
         attributes.update(hooks)
-        for group, whole in zip(groups, had, strict=True):
-            group["params"] = whole
-        optimizer.param_groups = every
+        for group, of_group in zip(groups, all_parameters, strict=True):
+            group["params"] = of_group
+        optimizer.param_groups = all_groups
     return groups
 
 
 def slices(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parameters in parts, none larger than the largest parameter."""
-    every = list(parameters)
-    most = max((one.nbytes for one in every), default=0)
-    some: list[Tensor] = []
-    for one in every:
-        if some and sum(other.nbytes for other in some) + one.nbytes > most:
-            yield some
-            some = []
-        some.append(one)
-    if some:
-        yield some
+    parameters = list(parameters)
+    most_bytes = max((parameter.nbytes for parameter in parameters), default=0)
+    part: list[Tensor] = []
+    for parameter in parameters:
+        if part and sum(other.nbytes for other in part) + parameter.nbytes > most_bytes:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part
 
 
 def move_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:

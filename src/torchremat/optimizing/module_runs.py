@@ -1,4 +1,4 @@
-"""Calls of modules whose parameters wait in a store, and the order in which parameters come back."""
+"""Modules whose parameters wait in a store: their calls, in which order these come back, and which models cannot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import (
@@ -18,11 +19,15 @@ from torchremat._compat.autograd import (
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
 )
+from torchremat._compat.data_parallel import data_parallel_around
+from torchremat._compat.dynamo import is_compiled
 from torchremat._compat.modes import except_traced
+from torchremat._compat.sharding import is_managed
 from torchremat._compat.transforms import is_transformed
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.frames import MODULE_CALL, module_of, running
+from torchremat.measuring.communication import is_reduced_in_buckets
 
 # NOTE [ A call that is left without hooks ]
 #
@@ -197,3 +202,55 @@ def keeps_in_store(model: nn.Module) -> bool:
     """Return whether parameters of a model wait in a store while their modules do not run."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     return any(isinstance(one, ModuleHook) and one.is_active for one in hooks)
+
+
+def check_around(module: nn.Module) -> None:
+    """Raise if a module that begins to run was sharded, or put into DistributedDataParallel, after the offload."""
+    around = data_parallel_around()
+    if is_managed(module) or (around is not None and any(module is inside for inside in around.modules())):
+        raise UnsupportedError(
+            f"a {type(module).__name__} was put into {'fully_shard' if around is None else 'DistributedDataParallel'} "
+            "after torchremat.offload_parameters, which cannot move what is sharded or reduced. Call `remove()` of the "
+            "offload before."
+        )
+
+
+def check_in_memory(module: nn.Module) -> None:
+    """Raise if parameters of a module wait in a store: they count in plans of whole models only."""
+    if keeps_in_store(module):
+        raise UnsupportedError(
+            "parameters of this stage wait in a store (torchremat.offload_parameters), and plans of stages count all "
+            "of them as in memory. Plan and apply first, and call it then; or call `remove()`."
+        )
+
+
+def check_model(model: nn.Module, given: list[nn.Module] | None) -> None:
+    """Raise if the parameters of a model, or of some modules of it, cannot wait in a store.
+
+    Raises:
+        UnsupportedError: See `offload_parameters`.
+    """
+    modules = list(model.modules())
+    unknown = [type(module).__name__ for module in given or () if all(module is not known for known in modules)]
+    if unknown:
+        raise UnsupportedError(f"offload_parameters(modules=...): a {unknown[0]} is no module of the model.")
+    for module in modules:
+        if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"offload_parameters: a {type(module).__name__} is compiled, and its code reads parameters without "
+                "asking for them. Use the plain module."
+            )
+    if keeps_in_store(model):
+        raise UnsupportedError("offload_parameters: parameters of this model are in a store already.")
+    parameters = list(model.named_parameters())
+    if is_reduced_in_buckets(parameter for _, parameter in parameters):
+        raise UnsupportedError(
+            "offload_parameters: a DistributedDataParallel has these parameters, and reads them in C++. FSDP2 keeps a "
+            "shard of each in every process."
+        )
+    for name, parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedError(
+                f"offload_parameters: {name} is a {type(parameter).__name__}, whose memory belongs to its class. Only "
+                "plain parameters can wait in a store."
+            )

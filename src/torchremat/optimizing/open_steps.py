@@ -17,7 +17,7 @@ from torch import Tensor
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.optimizing.entries import StoredEntry
-from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, move_versions, step_on, version_of
+from torchremat.optimizing.groups import GroupOptions, groups_by_parameter, move_versions, step_on, version_of
 
 # Of each entry its key, the id of its value, and the value's version.
 _State = tuple[tuple[object, int, int], ...]
@@ -101,12 +101,14 @@ class OpenStep:
         Raises:
             UnsupportedError: An option of their group is not what an earlier part has left; or this part leaves others.
         """
-        groups = {id(group): group for group in (self.group_of[id(one)] for one in parameters)}
-        self._check_options(groups)
+        groups = {id(group): group for group in (self.group_of[id(parameter)] for parameter in parameters)}
+        for number in groups:
+            if number in self._groups and (found := self._groups[number].after.differing()):
+                self._raise(_of_options(found[0]))
         for number in groups.keys() & self._groups.keys():
             self._groups[number].before.put_back()
         began = {number: GroupOptions([group]) for number, group in groups.items() if number not in self._groups}
-        versions = [one._version for one in parameters]
+        versions = [parameter._version for parameter in parameters]
         try:
             step_on(optimizer, parameters, self.group_of)
         except BaseException:
@@ -122,7 +124,7 @@ class OpenStep:
                     f"{self._name}: the option {found[0]!r} of a group depends on which parameters step together, so "
                     "its step cannot be made in parts. Remove what releases its gradients or moves its state."
                 )
-        self._parts |= {id(one): _Stepped(one, one._version) for one in parameters}
+        self._parts |= {id(parameter): _Stepped(parameter, parameter._version) for parameter in parameters}
 
     def release(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
         """Put another tensor in place of the gradient of a parameter that has stepped; from now on both must stay."""
@@ -168,11 +170,6 @@ class OpenStep:
                 yield f"{name} was written"
             if not _is_state(one.state, _state_of(optimizer, parameter)):
                 yield f"the state of {name} was changed"
-
-    def _check_options(self, groups: Mapping[int, Group]) -> None:
-        for number in groups:
-            if number in self._groups and (found := self._groups[number].after.differing()):
-                self._raise(_of_options(found[0]))
 
     def put_options_back(self) -> None:
         """Give groups the options that their first part began with, for the optimizer's own code."""

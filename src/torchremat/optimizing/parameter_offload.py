@@ -30,13 +30,20 @@ from torchremat._compat.streams import use_stream
 from torchremat._compat.transforms import without_wrappers
 from torchremat.frames import MODULE_CALL, running
 from torchremat.measuring.optimizers import Optimizer
-from torchremat.optimizing.module_runs import ModuleHook, ModuleRun, ModuleRuns, ReturnOrder, set_hooks
-from torchremat.optimizing.parameter_checks import check_around, check_model
+from torchremat.optimizing.module_runs import (
+    ModuleHook,
+    ModuleRun,
+    ModuleRuns,
+    ReturnOrder,
+    check_around,
+    check_model,
+    set_hooks,
+)
 from torchremat.optimizing.parameter_uses import Leaving, ParameterUses, settle_all
 from torchremat.optimizing.partial_steps import PartialSteps, partial_steps
 from torchremat.optimizing.release import releases_of
 from torchremat.stores.base import check_store, land, settle
-from torchremat.stores.held import Kept
+from torchremat.stores.in_catalog import Kept
 from torchremat.stores.parameter_moves import moving
 from torchremat.stores.stored_parameters import (
     SavedView,
@@ -198,7 +205,7 @@ class ParameterOffload:
                 self._runs.open[-1].parameters.append(parameter)
             elif is_read:
                 self._put_away(self._uses.read(parameter, in_backward=in_backward))
-            enter_backward(self._backwards, self._end_backward)
+            enter_backward(self._backwards, lambda _: self.end())
             following = self._order.after(parameter, in_backward=in_backward)
             handle = None if following is None else handle_of(following)
             # One at a time: recomputes read parameters in many orders, and what comes ahead stays until it is read.
@@ -305,9 +312,6 @@ class ParameterOffload:
         if not any(one.steps for one in releases_of(parameter)):  # else it leaves after its part of the step
             with self._lock:
                 self._put_away([parameter])
-
-    def _end_backward(self, _: int) -> None:
-        self.end()
 
 
 @outside_graphs

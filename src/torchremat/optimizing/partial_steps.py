@@ -29,7 +29,13 @@ from torchremat.measuring.optimizers import Optimizer, check_may_step, not_an_op
 from torchremat.optimizing.entries import StateMover
 from torchremat.optimizing.groups import Group, GroupOptions, groups_by_parameter, slices, step_on, without_autocast
 from torchremat.optimizing.open_steps import OpenStep, RunClosure
-from torchremat.optimizing.rehearsal import drop_state, gradient_of_zeros, marked_rehearsal, undone, without_state
+from torchremat.optimizing.rehearsal import (
+    drop_state,
+    gradient_of_zeros,
+    marked_rehearsal,
+    put_back_after,
+    without_state,
+)
 from torchremat.optimizing.separability import check_separable
 from torchremat.optimizing.tombstones import ReleasedGradient
 from torchremat.stores.stored_parameters import Keeper
@@ -237,7 +243,7 @@ class PartialSteps:
                     at_end_of_backward(self.end_rehearsal)
             made = without_state(state, parameters)
             with self._in_memory(optimizer, parameters):
-                with undone(state, parameters), without_autocast(parameters[0].device):
+                with put_back_after(state, parameters), without_autocast(parameters[0].device):
                     step_on(optimizer, parameters, self._rehearsed.group_of)
                 self._rehearsed.options.put_back()
             drop_state(state, made)
@@ -274,7 +280,7 @@ class PartialSteps:
         stepped: dict[int, GroupOptions] = {}
         try:
             for one in made:
-                with undone(state, [one]), gradient_of_zeros(one):
+                with put_back_after(state, [one]), gradient_of_zeros(one):
                     step_on(optimizer, [one], group_of)
                 stepped[id(group_of[id(one)])] = GroupOptions([group_of[id(one)]])
                 options.put_back()
@@ -353,7 +359,12 @@ class PartialSteps:
             if self._moves:
                 for some in slices(_with_gradients(optimizer)):
                     self.step(some)
-            self._hide(optimizer, step)
+            # The optimizer's own code runs once more, and must find nothing of what has stepped.
+            for parameter in parameters_of([optimizer]):
+                gradient = parameter.grad
+                if gradient is not None and (parameter in step or isinstance(gradient, ReleasedGradient)):
+                    self._hidden.append((parameter, gradient))
+                    parameter.grad = None
             step.put_options_back()
         return changed
 
@@ -374,20 +385,11 @@ class PartialSteps:
         if self.release is not None:
             self.release.end_step(optimizer)
 
-    # The optimizer's own code runs in `step()` once more. It must find nothing of what has stepped.
-
-    def _hide(self, optimizer: Optimizer, step: OpenStep) -> None:
-        for one in parameters_of([optimizer]):
-            gradient = one.grad
-            if gradient is not None and (one in step or isinstance(gradient, ReleasedGradient)):
-                self._hidden.append((one, gradient))
-                one.grad = None
-
     def _show(self) -> None:
         hidden, self._hidden = self._hidden, []
-        for one, gradient in hidden:
-            if one.grad is None:
-                one.grad = gradient
+        for parameter, gradient in hidden:
+            if parameter.grad is None:
+                parameter.grad = gradient
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -76,65 +76,63 @@ def note_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def without_state(state: dict[Any, Any], parameters: Iterable[Tensor]) -> dict[Tensor, bool]:
     """Return the parameters that have no state yet, with whether code that looked for it has left an empty entry."""
-    return {one: one in state for one in parameters if not state.get(one)}
+    return {parameter: parameter in state for parameter in parameters if not state.get(parameter)}
 
 
 def drop_state(state: dict[Any, Any], made: Mapping[Tensor, bool]) -> None:
     """Drop the state that steps have made since `without_state` has returned `made`."""
-    for one, has_entry in made.items():
+    for parameter, has_entry in made.items():
         if has_entry:
-            state[one] = {}
+            state[parameter] = {}
         else:
-            state.pop(one, None)
+            state.pop(parameter, None)
 
 
 @contextmanager
 def gradient_of_zeros(parameter: Tensor) -> Generator[None]:
     """Let a parameter have a gradient of zeros in the block."""
-    had, parameter.grad = parameter.grad, torch.zeros_like(parameter, requires_grad=False)
+    gradient, parameter.grad = parameter.grad, torch.zeros_like(parameter, requires_grad=False)
     try:
         yield
     finally:
-        parameter.grad = had
+        parameter.grad = gradient
 
 
 @contextmanager
-def undone(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[None]:
-    """Undo what a step in the block does to some parameters, and to state that they had.
+def put_back_after(state: dict[Any, Any], parameters: Sequence[Tensor]) -> Generator[None]:
+    """Put back what a step in the block does to some parameters, and to state that they had.
 
     Raises:
         UnsupportedError: Their state has objects that cannot be copied one by one.
     """
-    before = {one: dict(dict.items(state[one])) for one in parameters if state.get(one)}
-    held = list(_values_within(before.values()))
-    odd = [value for value in held if not isinstance(value, (Tensor, *_HOLDERS, *_CONSTANTS))]
-    if odd:
+    entries_of = {one: cast("dict[Any, Any]", copied(state[one])) for one in parameters if state.get(one)}
+    values = list(_values_within(entries_of.values()))
+    unknown = [value for value in values if not isinstance(value, (Tensor, *_HOLDERS, *_CONSTANTS))]
+    if unknown:
         raise UnsupportedError(
-            f"the state of the optimizer holds a {type(odd[0]).__name__}, so its step cannot be run to be measured. "
-            "Plan and measure first, then release gradients or move state."
+            f"the state of the optimizer holds a {type(unknown[0]).__name__}, so its step cannot be run to be "
+            "measured. Plan and measure first, then release gradients or move state."
         )
-    whole = [one for one in (*parameters, *held) if isinstance(one, Tensor)]
-    tensors = [part for one in whole for part in parts_of(one)]
-    contents = [(one, copied(one)) for one in held if isinstance(one, _HOLDERS)]
-    with torch.no_grad(), preserved_versions((*whole, *tensors)), undoing():
-        put_back = [_copy_bytes(one) for one in tensors]
+    tensors = [value for value in (*parameters, *values) if isinstance(value, Tensor)]
+    parts = [part for tensor in tensors for part in parts_of(tensor)]
+    contents = [(holder, copied(holder)) for holder in values if isinstance(holder, _HOLDERS)]
+    with torch.no_grad(), preserved_versions((*tensors, *parts)), undoing():
+        write_back = [_copy_bytes(part) for part in parts]
         try:
             yield
         finally:
             with hiding():  # a copy of what a step is about to write would have these values
-                for put in put_back:
-                    put()
-            for one, entries in before.items():
-                now = cast("dict[Any, Any]", state[one])
-                dict.clear(now)
-                dict.update(now, entries)
-            for holder, had in contents:
-                make(holder, had)
+                for write in write_back:
+                    write()
+            for parameter, entries in entries_of.items():
+                make(state[parameter], entries)  # by now it may be another dict
+            for holder, items in contents:
+                make(holder, items)
 
 
 def _values_within(entries: Iterable[dict[Any, Any]]) -> Iterator[object]:
     """Yield the values in dicts, and, of lists, tuples and dicts among them, what they hold: Shampoo's statistics."""
-    waiting: list[object] = [value for one in entries for value in one.values()]
+    waiting: list[object] = [value for entry in entries for value in entry.values()]
     seen = set[int]()
     while waiting:
         value = waiting.pop()

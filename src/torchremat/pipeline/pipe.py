@@ -1,4 +1,4 @@
-"""A sequence of layers on several devices of one process."""
+"""A sequence of layers on several devices of one process: cut into stages, and run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import Stream, accelerator_of
+from torchremat._compat.accelerators import Stream, accelerator_of, counting_devices
 from torchremat._compat.dynamo import outside_graphs
 from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
+from torchremat.pipeline.event_recorder import Recorder
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
-from torchremat.pipeline.partitions import listed_devices, partitioned
-from torchremat.pipeline.predictions import predicted_step
-from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
-from torchremat.pipeline.timeline import Timeline
+from torchremat.pipeline.timeline import Timeline, timeline_of, with_prediction
 from torchremat.regions.decisions import AnyPolicy
 from torchremat.regions.patches import count_elsewhere
 from torchremat.regions.runtime import is_checkpointing, is_recomputing
@@ -99,11 +97,11 @@ class Pipe(nn.Module):
             )
         verify_skippables(module)
         counts = None if balance is None else list(balance)
-        self.devices = listed_devices(devices, None if counts is None else len(counts))
+        self.devices = find_devices(devices, None if counts is None else len(counts))
         self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
         if deferred_batch_norm:
             module = cast("nn.Sequential", convert_deferred_batch_norm(module, None))
-        self.partitions = nn.ModuleList(partitioned(module, self.balance, self.devices))
+        self.partitions = nn.ModuleList(cut_stages(module, self.balance, self.devices))
         self.devices = self.devices[: len(self.balance)]
         self.chunks = chunks
         self.checkpoint = checkpoint
@@ -163,7 +161,9 @@ class Pipe(nn.Module):
             raise UnsupportedError(
                 "timeline: no step was recorded. Make the pipe with `record=True`, and run forward and backward first."
             )
-        return predicted_step(self._recorder, self._last)
+        events = self._recorder.events()
+        order = self._last.order(has_backward=any(event.kind == "backward" for event in events))
+        return with_prediction(timeline_of(events, order), order, lookahead=True)
 
     def __len__(self) -> int:
         """Return the number of layers."""
@@ -180,10 +180,10 @@ class Pipe(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
         for device in self.devices:
-            found = fn(torch.empty(0, device=device)).device
-            if found != device:
+            target = fn(torch.empty(0, device=device)).device
+            if target != device:
                 raise UnsupportedError(
-                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its "
+                    f"this would move stages of a Pipe from {device} to {target}, and the Pipe decides where its "
                     "stages are. Choose the devices when you make it, with `devices=`."
                 )
         return super()._apply(fn, recurse)
@@ -232,5 +232,91 @@ class Pipe(nn.Module):
 
 
 def _by_parameters(module: nn.Sequential, stages: int) -> list[int]:
-    sizes = [sum(one.nbytes for one in layer.parameters()) for layer in module]
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in module]
     return list(balanced(sizes, min(stages, len(sizes)))) if sizes else []
+
+
+_ADVICE = "`torchremat.pipeline.balance` has functions that find one by time, by size, or for given costs."
+
+
+def cut_stages(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[nn.Sequential]:
+    """Return the layers as one `nn.Sequential` for each stage, on its device; they keep their names.
+
+    Args:
+        module: The layers.
+        balance: How many of them each stage has.
+        devices: The device of each stage; surplus devices are ignored.
+
+    Raises:
+        PipelineError: The balance, the devices or the layers are invalid; all problems are listed.
+    """
+    problems = _balance_problems(len(module), balance)
+    if len(devices) < len(balance):
+        problems.append(
+            f"{len(balance)} stages need as many devices, and there are {len(devices)}: {list(map(str, devices))}"
+        )
+    layers = list(module.named_children())
+    if len(layers) < len(module):
+        problems.append("a layer occurs more than once, but it can be in one stage only")
+    _raise(problems)
+    stages: list[nn.Sequential] = []
+    place = 0
+    for count in balance:
+        stage = nn.Sequential()
+        for name, layer in layers[place : place + count]:
+            stage.add_module(name, layer)
+        stages.append(stage)
+        place += count
+    _raise(_sharing_problems(stages, devices))
+    return [stage.to(device) for stage, device in zip(stages, devices, strict=False)]
+
+
+def find_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
+    """Return the devices to use: the given ones; else all CUDA devices, or the CPU once per stage."""
+    if devices is not None:
+        listed = [torch.device(device) for device in devices]
+    elif accelerators := counting_devices():
+        listed = accelerators
+    else:
+        listed = [torch.device("cpu")] * (stages or 1)
+    problems = [problem for device in dict.fromkeys(listed) for problem in _existence_problems(device)]
+    _raise(problems)
+    return [accelerator_of(device).normalised(device) for device in listed]
+
+
+def _existence_problems(device: torch.device) -> list[str]:
+    accelerator = accelerator_of(device)
+    if not (accelerator.is_host or accelerator.counts):
+        return [f"devices of type {device.type} are not supported, only cuda and cpu"]
+    count = len(accelerator.devices())
+    if not accelerator.is_host and (device.index or 0) >= count:
+        return [f"there is no device {device}: torch finds {count} {device.type.upper()} devices here"]
+    return []
+
+
+def _balance_problems(layers: int, balance: Sequence[int]) -> list[str]:
+    problems: list[str] = []
+    if any(type(cast("object", count)) is not int or count < 1 for count in balance):
+        problems.append(f"balance: expected ints of at least 1, got {list(balance)}")
+    elif sum(balance) != layers:
+        problems.append(f"the module has {layers} layers, and the balance {list(balance)} is for {sum(balance)}")
+    return [f"{problem}. {_ADVICE}" for problem in problems]
+
+
+def _sharing_problems(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[str]:
+    known: dict[nn.Parameter, tuple[str, int]] = {}
+    problems: list[str] = []
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            first, owner = known.setdefault(parameter, (name, number))
+            if devices[owner] != devices[number]:
+                problems.append(
+                    f"parameter `{name}` of stage {number} on {devices[number]} is also `{first}` of stage {owner} on "
+                    f"{devices[owner]}: a parameter has one device. Put both stages on it, or use two parameters"
+                )
+    return problems
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise PipelineError("this pipe cannot be made:\n" + "\n".join(f"  {problem}" for problem in problems))

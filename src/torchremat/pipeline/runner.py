@@ -33,14 +33,14 @@ from torchremat._compat.accelerators import Stream, accelerator_of
 from torchremat._compat.streams import current_stream, use_stream
 from torchremat.pipeline.cells import precede, run_cell
 from torchremat.pipeline.copying import copy_all, wait_all
+from torchremat.pipeline.event_recorder import Passage, Recorder
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.ordering import Ordering
-from torchremat.pipeline.recorder import Passage, Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
 from torchremat.pipeline.skip.layouts import Key
 from torchremat.pipeline.workers import Worker, spawn_workers
 from torchremat.regions.settings import Settings
-from torchremat.schedules.pipelines import Kind, clock_cycles
+from torchremat.schedules.pipelines import Action, Kind, Order, clock_cycles
 
 # NOTE [ Recomputes one at a time ]
 # Of the nodes that could run, autograd takes the one that the device's thread made last, with a separate count for each
@@ -80,6 +80,18 @@ class Runner:
                 for number, stage in places:
                     self._lead(microbatches[number], portals[number], ordering, number, stage)
                 self._compute(workers, streams, ordering, microbatches, portals, places)
+
+    def order(self, *, has_backward: bool) -> Order:
+        """Return the actions of each device in a step: the clocks, and then the same clocks in reverse order."""
+        count = max((len(settings) for settings in self.settings), default=0)
+        cells = [cell for clock in clock_cycles(count, len(self.stages)) for cell in clock]
+        actions = [Action(kind="forward", stage=stage, microbatch=number) for number, stage in cells]
+        for number, stage in reversed(cells) if has_backward else ():
+            if self.settings[stage][number] is not None:
+                actions.append(Action(kind="recompute", stage=stage, microbatch=number))
+            actions.append(Action(kind="backward", stage=stage, microbatch=number))
+        devices = dict.fromkeys(self.devices)
+        return tuple(tuple(action for action in actions if self.devices[action.stage] == device) for device in devices)
 
     def _lead(self, given: Microbatch, portals: PortalTracker, ordering: Ordering, number: int, stage: int) -> None:
         """Lead a microbatch to a stage."""

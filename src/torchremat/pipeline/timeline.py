@@ -1,18 +1,19 @@
-"""`Timeline`: the events of each pipeline stage in a step, their times, and the idle share of each stage."""
+"""`Timeline`: the events of each pipeline stage in a step, their times, the idle shares, and a prediction."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 
 from torchremat.errors import ScheduleError
 from torchremat.json_data import JsonForm, JsonReader, data_of, fields_of
 from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
 from torchremat.pipeline.gantt import draw
-from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind, Order
+from torchremat.schedules.pipelines import COMPUTES, KINDS, Costs, Kind, Order, simulate
 
 _COLUMNS: dict[str, tuple[Kind, ...]] = {
     "forward": ("forward",),
@@ -78,14 +79,14 @@ class Timeline:
 
     def events_of(self, stage: int) -> tuple[PipelineEvent, ...]:
         """Return the events of one stage in the order in which they started."""
-        return tuple(sorted((one for one in self.events if one.stage == stage), key=lambda one: one.start_s))
+        return tuple(sorted((event for event in self.events if event.stage == stage), key=lambda one: one.start_s))
 
     def seconds(self, stage: int) -> dict[Kind, float]:
         """Return the seconds of each kind of event on a stage. See NOTE [ Whose time it is ]."""
-        found: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        seconds_of: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         for piece in self.pieces_of(stage):
-            found[piece.event.kind] += piece.seconds
-        return found
+            seconds_of[piece.event.kind] += piece.seconds
+        return seconds_of
 
     def pieces_of(self, stage: int) -> list[EventPiece]:
         """Return the time that belongs to the events of a stage. See NOTE [ Whose time it is ].
@@ -188,3 +189,63 @@ def _sum(seconds: Mapping[Kind, float], kinds: Iterable[Kind]) -> float:
 
 def _cell(own: str, other: str | None) -> str:
     return own if other is None else f"{own} ({other})"
+
+
+def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
+    """Return the median seconds of each kind of event of each stage, including copies and excluding waits.
+
+    The time of an event inside another event counts for the inner one. See NOTE [ Whose time it is ].
+    """
+    seconds_of: dict[tuple[int, Kind], list[float]] = {}
+    for stage in range(timeline.stages):
+        events = timeline.events_of(stage)
+        own_s = dict.fromkeys(map(id, events), 0.0)
+        for piece in timeline.pieces_of(stage):
+            own_s[id(piece.event)] += piece.seconds
+        for event in events:
+            if event.kind != "wait":
+                seconds_of.setdefault((stage, event.kind), []).append(own_s[id(event)])
+    return {key: median(seconds) for key, seconds in seconds_of.items()}
+
+
+def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
+    """Return the step of an order with the times of a measured step.
+
+    >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
+    >>> actions = ("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)
+    >>> order = [[Action(kind=kind, stage=stage, microbatch=one) for kind, one in actions] for stage in (0, 1)]
+    >>> predict(Timeline(events=(), stages=2), order, costs=costs).step_s  # (2 + 2 - 1) * (1 + 2)
+    9.0
+
+    Args:
+        timeline: The median times of each stage are taken from it.
+        order: The actions of each worker: another order than the measured one, or the same.
+        lookahead: Whether a recompute begins before its gradient has come.
+        costs: Better known seconds, by stage and kind; they replace the measured ones.
+
+    Raises:
+        ScheduleError: The order cannot run, or has an action without a known time.
+    """
+    known: Mapping[tuple[int, Kind], float] = {**costs_of(timeline), **(costs or {})}
+    events = tuple(
+        PipelineEvent(
+            stage=span.action.stage,
+            microbatch=span.action.microbatch,
+            kind=span.action.kind,
+            start_s=span.start_s,
+            end_s=span.end_s,
+        )
+        for span in simulate(order, known, lookahead=lookahead)
+    )
+    return timeline_of(events, order)
+
+
+def with_prediction(measured: Timeline, order: Order, *, lookahead: bool) -> Timeline:
+    """Return a measured step with the simulation of its order, with the times of its parts.
+
+    Without one if an action of the order was not measured: then backward went through some of the stages, or none.
+    """
+    costs = costs_of(measured)
+    if any((action.stage, action.kind) not in costs for actions in order for action in actions):
+        return measured
+    return replace(measured, predicted=predict(measured, order, lookahead=lookahead))

@@ -25,7 +25,7 @@ from torchremat.errors import PlanError, UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import Optimizer
 from torchremat.measuring.step import check_steps_on
-from torchremat.optimizing.parameter_checks import check_model
+from torchremat.optimizing.module_runs import check_model
 from torchremat.optimizing.parameter_offload import ParameterOffload, offload_parameters
 from torchremat.optimizing.partial_steps import partial_steps
 from torchremat.optimizing.release import GradientRelease, release_gradients

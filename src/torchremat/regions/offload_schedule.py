@@ -35,7 +35,7 @@ from torchremat._compat.autograd import (
 from torchremat.ambient.hidden import hiding
 from torchremat.stores.base import held_in, settle
 from torchremat.stores.catalog import Catalog, unpack
-from torchremat.stores.held import InCatalog
+from torchremat.stores.in_catalog import InCatalog
 from torchremat.stores.records import Record
 from torchremat.stores.stored import Stored
 from torchremat.tensors.structure import tensors_in

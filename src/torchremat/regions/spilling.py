@@ -28,9 +28,9 @@ from torchremat.regions.slots import Slot
 from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
-from torchremat.stores.foreign import is_plain_array
-from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
+from torchremat.stores.in_catalog import InCatalog
+from torchremat.stores.weak_bytes import is_plain_array
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.sizes import format_bytes, parse_bytes

@@ -19,18 +19,17 @@ bounds.py              the least cost of recomputing under any schedule
 joint.py               a forward and its backward as one list of operators
 prices.py              the values worth saving at a price for each byte
 recompute_spans.py     stretches that the backward can recompute by themselves
-saving.py              the values to save for a peak within a limit
+saved_values.py        the values to save for a peak within a limit
 
 Loops:
 
-binomial.py     a known number of equal steps
-uneven.py       steps that take different times
-online.py       a number of steps that is not known
-hierarchies.py  carries that may wait in stores
-mixtures.py     bytes that hold carries or recorded steps
-loops.py        how many carries wait, and how many steps are recorded at once
+binomial.py        equal steps, whose number is known or not
+uneven.py          steps that take different times
+hierarchies.py     carries that may wait in stores
+mixtures.py        bytes that hold carries or recorded steps
+loop_schedules.py  how many carries wait, and how many steps are recorded at once
 
 Pipelines:
 
-pipelines.py   the actions of each worker, and their order on a clock
+pipelines.py  the actions of each worker, and their order on a clock
 """

@@ -30,6 +30,7 @@ modelled: each copy takes its own time, no matter how many run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
@@ -103,6 +104,15 @@ def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda sta
         )
         for actions in order
     )
+
+
+def most_held(actions: Sequence[Action]) -> dict[int, int]:
+    """Return how many microbatches each stage of a worker holds at most, the one that runs included."""
+    held, most = Counter[int](), Counter[int]()
+    for action in actions:
+        held[action.stage] += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
+        most[action.stage] = max(most[action.stage], held[action.stage])
+    return dict(most)
 
 
 _Needed: TypeAlias = tuple[tuple[Kind, int], ...]

@@ -8,6 +8,6 @@ split_microbatch.py  the bytes of a microbatch whose backward is split into an i
 losses.py            the bytes of the loss, and of the optimizer of a device's stages
 sums.py              the bytes of a microbatch among several in one backward
 choosing.py          the cheapest trees for the stages of a device
-plans.py             plans of stages as data
-planner.py           `plan_stages`
+stage_plans.py       plans of stages as data
+stage_planner.py     `plan_stages`
 """

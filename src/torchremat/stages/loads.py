@@ -88,7 +88,7 @@ def _loads(
     held, between, left = Counter[int](), Counter[int](), 0
 
     def load(stage: int, phase: Phase, own_bytes: int = 0) -> DeviceLoad:
-        return DeviceLoad(stage, phase, counted(held), counted(between), other_bytes=left + own_bytes)
+        return DeviceLoad(stage, phase, sorted_counts(held), sorted_counts(between), other_bytes=left + own_bytes)
 
     for action in actions:
         stage = action.stage
@@ -116,15 +116,6 @@ def _loads(
                 raise bug(f"an order with {action}, which an order cannot have")
 
 
-def counted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
+def sorted_counts(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
     """Return counts in the form that a load has."""
     return tuple(sorted((+counts).items()))
-
-
-def most_held(actions: Sequence[Action]) -> dict[int, int]:
-    """Return how many microbatches each stage of a device holds at most, the one that runs included."""
-    held, most = Counter[int](), Counter[int]()
-    for action in actions:
-        held[action.stage] += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
-        most[action.stage] = max(most[action.stage], held[action.stage])
-    return dict(most)

@@ -43,9 +43,9 @@ from torchremat.pipeline.skip.layouts import Key
 from torchremat.pipeline.skip.trackers import CellTracker, current_skip_tracker
 from torchremat.regions.footprints import abandon
 from torchremat.schedules.pipelines import clock_cycles
-from torchremat.stages.loads import DeviceLoad, Phase, counted
+from torchremat.stages.loads import DeviceLoad, Phase, sorted_counts
 from torchremat.stages.losses import LossBytes, loss_bytes
-from torchremat.stages.samples import Sample, Site, Taken, bytes_of, receive, take
+from torchremat.stages.samples import Sample, Site, Taken, receive, storage_bytes, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Clocks:
         yield from self._forward(clocks)
         if self.stages - 1 in self.sums:
             held = dict.fromkeys(self.sums, self.microbatches)
-            yield DeviceLoad(None, "loss", counted(Counter(held)), other_bytes=self.loss.peak_bytes)
+            yield DeviceLoad(None, "loss", sorted_counts(Counter(held)), other_bytes=self.loss.peak_bytes)
         yield from self._backward([stage for clock in reversed(clocks) for stage in reversed(self._here(clock))])
 
     def _forward(self, clocks: Sequence[Collection[int]]) -> Iterator[DeviceLoad]:
@@ -131,7 +131,7 @@ class Clocks:
             if self.stages - 1 in self.sums:
                 others += self.loss.held_bytes[done[self.stages - 1]]
             held = Counter(dict.fromkeys(self.sums, self.microbatches)) - begun
-            yield DeviceLoad(stage, self._phase(done[stage]), counted(held), other_bytes=others)
+            yield DeviceLoad(stage, self._phase(done[stage]), sorted_counts(held), other_bytes=others)
             done = begun
 
     def _gradients(self, done: Counter[int], begun: Counter[int]) -> int:
@@ -159,7 +159,7 @@ class Clocks:
         return sorted(stage for stage in clock if stage in self.sums)
 
     def _held(self, counts: Counter[int]) -> tuple[tuple[int, int], ...]:
-        return counted(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
+        return sorted_counts(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
 
     def _added(self, done: Counter[int]) -> int:
         """Return the bytes of the sums of gradients that are live while the backward of a stage runs."""
@@ -189,7 +189,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     layout = inspect_skip_layout(list(pipe.partitions))
     last, microbatches = len(pipe.partitions) - 1, len(outputs)
     loss = loss_bytes(pipe, pipe.devices[-1], step, outputs)
-    to_loss = Passed(source=last, target=last + 1, size_bytes=bytes_of(outputs[0].given.tensors), grad_bytes=0)
+    to_loss = Passed(source=last, target=last + 1, size_bytes=storage_bytes(outputs[0].given.tensors), grad_bytes=0)
     passed = [*_find_passed(inputs, layout), to_loss]
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
@@ -215,7 +215,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
                     )
                     for stage in stages
                 ],
-                boundary_bytes=microbatches * bytes_of(inputs[0].given.tensors) if 0 in stages else 0,
+                boundary_bytes=microbatches * storage_bytes(inputs[0].given.tensors) if 0 in stages else 0,
             )
         )
     return sites
@@ -259,8 +259,8 @@ def _find_passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Pa
             yield Passed(
                 source=source,
                 target=stage,
-                size_bytes=bytes_of(tensors),
-                grad_bytes=bytes_of([tensor for tensor in tensors if id(tensor) in in_graph]),
+                size_bytes=storage_bytes(tensors),
+                grad_bytes=storage_bytes([tensor for tensor in tensors if id(tensor) in in_graph]),
             )
 
 

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import holdings_of
+from torchremat.measuring.storages import StorageNumbers
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.stages.loads import DeviceLoad
 
@@ -175,10 +176,10 @@ class Taken:
 
 def take(value: object) -> Taken:
     """Return a value as it is now."""
-    found = Microbatch.of(value)
-    requires = tuple(tensor.requires_grad for tensor in found.tensors)
+    microbatch = Microbatch.of(value)
+    requires = tuple(tensor.requires_grad for tensor in microbatch.tensors)
     return Taken(
-        given=Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]),
+        given=Microbatch(microbatch.template, [tensor.detach().clone() for tensor in microbatch.tensors]),
         requires=requires,
         around=ambient_state(),
     )
@@ -201,6 +202,6 @@ def resident_bytes(
     return subject.before(device).resident_bytes
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> int:
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors, each storage once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return StorageNumbers().new_bytes(tensors)

@@ -41,9 +41,9 @@ from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.doors import unwrap, wrap
-from torchremat.schedules.pipelines import Action
-from torchremat.stages.loads import loads_of, most_held
-from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, hold_until_backward, receive, take
+from torchremat.schedules.pipelines import Action, most_held
+from torchremat.stages.loads import loads_of
+from torchremat.stages.samples import Ends, Sample, Site, Taken, hold_until_backward, receive, storage_bytes, take
 
 
 def site_of_schedule(schedule: object, step: Callable[[object], object], *, lookahead: bool) -> Site:
@@ -77,9 +77,9 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
     waits = name_of(schedule) == "Schedule1F1B"
     split = {action.stage for action in actions if action.kind == "input"}
     for stage in stages:
-        found = seen[stage.stage_index]
+        stage_pass = seen[stage.stage_index]
         is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
-        run = _ScheduleRun(seen=found, loss=loss if is_last else None)
+        run = _ScheduleRun(seen=stage_pass, loss=loss if is_last else None)
         ends = run.ends if stage.stage_index in split else None
         samples.append(
             Sample(
@@ -88,16 +88,16 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
                 step=run,
                 ends=ends,
                 ahead=stage.stage_index in ahead,
-                holds=(*found.taken.given.tensors, *found.output, *Microbatch.of(found.target).tensors),
+                holds=(*stage_pass.taken.given.tensors, *stage_pass.output, *Microbatch.of(stage_pass.target).tensors),
             )
         )
-        inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
+        inputs, outputs = storage_bytes(stage_pass.taken.given.tensors), storage_bytes(stage_pass.output)
         output_bytes[stage.stage_index] = outputs
         sent = (0 if is_first else inputs) + (0 if is_last or name_of(schedule) == "ScheduleGPipe" else outputs)
-        left_bytes[stage.stage_index] = (outputs + found.loss_bytes if is_last else 0) + (0 if waits else sent)
+        left_bytes[stage.stage_index] = (outputs + stage_pass.loss_bytes if is_last else 0) + (0 if waits else sent)
         boundary_bytes += microbatches * inputs + (sent if waits else 0)
         if is_last:
-            boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(found.target).tensors)
+            boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(stage_pass.target).tensors)
         else:
             boundary_bytes += microbatches * outputs
     device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
@@ -156,12 +156,12 @@ def _watch_step(schedule: object, step: Callable[[object], object]) -> dict[int,
     own = loss_function_of(schedule)
 
     def loss(output: object, target: object, **others: object) -> object:
-        found = cast("Callable[..., object]", own)(output, target, **others)
+        value = cast("Callable[..., object]", own)(output, target, **others)
         for stage in stages:
             if stage.stage_index == stage.num_stages - 1 and stage.stage_index in seen:
                 seen[stage.stage_index].target = target
-                seen[stage.stage_index].loss_bytes = bytes_of([found]) if isinstance(found, Tensor) else 0
-        return found
+                seen[stage.stage_index].loss_bytes = storage_bytes([value]) if isinstance(value, Tensor) else 0
+        return value
 
     with ExitStack() as stack:
         stack.enter_context(untouched([stage.submod for stage in stages]))
@@ -187,10 +187,7 @@ class _ScheduleRun:
     loss: Callable[..., object] | None
 
     def __call__(self, module: nn.Module) -> object:
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
-        with self.seen.taken.under_autocast():
-            output = module(*args, **kwargs)
-            loss = None if self.loss is None else self.loss(output, self.seen.target)
+        _, output, loss = self._run(module)
         if self.loss is not None:
             # The profile rejects other kinds.
             return hold_until_backward(loss, output) if isinstance(loss, Tensor) else loss
@@ -198,11 +195,15 @@ class _ScheduleRun:
 
     def ends(self, module: nn.Module) -> Ends:
         """Run the forward, for a split backward."""
+        given, output, loss = self._run(module)
+        inputs, outputs = Microbatch.of(given).tensors, Microbatch.of(output).tensors
+        if self.loss is not None:
+            return Ends(roots=[loss_of(loss)], grads=None, inputs=inputs, outputs=outputs)
+        return Ends(roots=outputs, grads=self.seen.output, inputs=inputs, outputs=outputs)
+
+    def _run(self, module: nn.Module) -> tuple[object, object, object]:
+        """Return the arguments of a forward, its output and its loss."""
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
         with self.seen.taken.under_autocast():
             output = module(*args, **kwargs)
-            loss = None if self.loss is None else loss_of(self.loss(output, self.seen.target))
-        inputs, outputs = Microbatch.of((args, kwargs)).tensors, Microbatch.of(output).tensors
-        if loss is not None:
-            return Ends(roots=[loss], grads=None, inputs=inputs, outputs=outputs)
-        return Ends(roots=outputs, grads=self.seen.output, inputs=inputs, outputs=outputs)
+            return (args, kwargs), output, None if self.loss is None else self.loss(output, self.seen.target)

@@ -15,8 +15,8 @@ compressed.py      in another store, encoded
 codecs/            how a tensor is held in fewer bytes
 
 geometry.py    where in its storage a tensor lies
-foreign.py     memory that others own: bytes known weakly, parameters and buffers
-held.py        the objects that autograd holds for a catalog, and tensors kept in place
+weak_bytes.py  memory that others own: bytes known weakly, parameters and buffers
+in_catalog.py  the objects that autograd holds for a catalog, and tensors kept in place
 stored.py      the object that autograd holds in place of a tensor, and the prefetch in the order of a backward
 shared.py      the state that the records of a catalog share
 pieces.py      the pieces of a storage that a store has
@@ -26,6 +26,6 @@ needs.py       saved tensors of which backward needs only the shape or a mask
 narrowing.py   how such a tensor is recognised when it is saved
 offloading.py  the saved tensors of a block of code, put into a store
 
-stored_parameters.py   a parameter whose values a store has
-parameter_moves.py     marks around its moves, in a record of a step
+stored_parameters.py  a parameter whose values a store has
+parameter_moves.py    marks around its moves, in a record of a step
 """

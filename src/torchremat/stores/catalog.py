@@ -23,12 +23,12 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import sequence_number
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.base import Remade, check_store
-from torchremat.stores.foreign import is_in_running_module, is_leaf_of_model, is_plain_array
-from torchremat.stores.held import InCatalog, Kept
+from torchremat.stores.in_catalog import InCatalog, Kept
 from torchremat.stores.records import Record, RecordsByStorage
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Schedule, Stored, as_in_memory
 from torchremat.stores.stored_parameters import saved_view_of
+from torchremat.stores.weak_bytes import is_in_running_module, is_leaf_of_model, is_plain_array
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of

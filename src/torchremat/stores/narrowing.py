@@ -34,10 +34,10 @@ from torchremat.errors import StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.lossless import pack_bits
 from torchremat.stores.compressed import Compressed
-from torchremat.stores.foreign import is_leaf_of_model, is_plain_array
-from torchremat.stores.held import Emptied, InCatalog
+from torchremat.stores.in_catalog import Emptied, InCatalog
 from torchremat.stores.needs import NEEDS, Shape, in_order, surrogate
 from torchremat.stores.tiers import Tiers
+from torchremat.stores.weak_bytes import is_leaf_of_model, is_plain_array
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, empty_of, metadata_of
 from torchremat.tensors.packed import Owner

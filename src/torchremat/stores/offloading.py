@@ -16,7 +16,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import land
 from torchremat.stores.catalog import Catalog, unpack
-from torchremat.stores.held import InCatalog
+from torchremat.stores.in_catalog import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
 from torchremat.tensors.handles import Store
 

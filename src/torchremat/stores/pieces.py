@@ -11,9 +11,9 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.accelerators import Stream, accelerator_of
 from torchremat._compat.streams import current_stream, record_stream
 from torchremat.errors import StoreError
-from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace
-from torchremat.stores.held import Kept
+from torchremat.stores.in_catalog import Kept
+from torchremat.stores.weak_bytes import WeakBytes
 from torchremat.tensors.handles import Handle
 
 # CPU kernels distinguish addresses by the width of a vector, device kernels by that of a memory transaction.

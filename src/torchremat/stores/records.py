@@ -27,11 +27,11 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import MutationError
-from torchremat.stores.foreign import WeakBytes
 from torchremat.stores.geometry import TensorPlace, missing
-from torchremat.stores.held import Kept
+from torchremat.stores.in_catalog import Kept
 from torchremat.stores.pieces import WORST_ITEMSIZE, ByteSpan, Piece, covers, cut
 from torchremat.stores.shared import Shared
+from torchremat.stores.weak_bytes import WeakBytes
 from torchremat.tensors.handles import Handle, Protecting
 from torchremat.tensors.versioned import Versioned
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchremat._compat.autograd import current_graph_task, negated
 from torchremat._compat.modes import sequence_number
 from torchremat.stores.geometry import TensorPlace
-from torchremat.stores.held import InCatalog
+from torchremat.stores.in_catalog import InCatalog
 from torchremat.stores.records import Record
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.packed import Owner

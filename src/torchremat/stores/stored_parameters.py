@@ -50,7 +50,7 @@ from torchremat._compat.transforms import below_transforms, see_wrapped
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.base import Content, content_of
-from torchremat.stores.held import InCatalog
+from torchremat.stores.in_catalog import InCatalog
 from torchremat.stores.parameter_moves import moving, watching
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
@@ -371,7 +371,7 @@ def parameter_in(memory: torch.UntypedStorage) -> Tensor | None:
 
 def put_away_all(parameters: Iterable[Tensor]) -> None:
     """Let the offloads of some parameters put away what code has read, so that a run of a step begins as others do."""
-    found = [keeper for one in parameters if (keeper := keeper_of(one)) is not None]
+    found = [keeper for parameter in parameters if (keeper := keeper_of(parameter)) is not None]
     for keeper in {id(one): one for one in found}.values():
         keeper.end()
 

@@ -7,6 +7,5 @@ steps.py       a step over time: the bytes at each point in time, and the runnin
 charts.py      the common part of the plotly.js figures; peak against time; bytes by module
 step_chart.py  a step
 pictures.py    what all pictures by matplotlib share
-html.py        pages as HTML, with page.html, page.css and page.js
-viewed.py      objects with views: pages, and steps as events of the trace format
+viewed.py      objects with views: pages as HTML, with page.html, page.css and page.js, and steps as a trace
 """

@@ -10,7 +10,7 @@ from typing import get_args
 from torchremat.tensors.sizes import axis_unit, format_bytes
 from torchremat.views.charts import Figure, layout_of
 from torchremat.views.page import Chart
-from torchremat.views.steps import CurvePoint, Kind, Phase, Slice, Step
+from torchremat.views.steps import CurvePoint, Phase, Slice, Step
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: with more, only outlines would be visible
@@ -230,7 +230,10 @@ def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
         "base": [one.starts_s * scale for one in slices],
         "x": [(one.ends_s - one.starts_s) * scale for one in slices],
         "marker": {
-            "color": [_colour(one.kind, place) for place, one in enumerate(slices)],
+            "color": [
+                f"@{one.kind}{place % 2}" if one.kind in ("module", "other") else f"@{one.kind}"
+                for place, one in enumerate(slices)
+            ],
             "line": {"width": 1 if len(slices) <= _MOST_OUTLINED else 0, "color": "@panel"},
         },
         "customdata": [[_describe(one), one.key] for one in slices],
@@ -242,10 +245,6 @@ def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
         "textangle": 0,
         "textfont": {"size": 11},
     }
-
-
-def _colour(kind: Kind, place: int) -> str:
-    return f"@{kind}{place % 2}" if kind in ("module", "other") else f"@{kind}"
 
 
 def _describe(one: Slice) -> str:

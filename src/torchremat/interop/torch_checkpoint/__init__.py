@@ -130,7 +130,9 @@ def checkpoint(
             "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
         }
         if function is None and not args:
-            return _decorator(kwargs, **options)
+            if kwargs:
+                raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+            return partial(Decorated, checkpoint, options)
         return _in_graph()(function, *args, **_for_torch(**options), **kwargs)
     if use_reentrant is None:
         _warn_of_default("checkpoint", _WILL_RAISE)
@@ -159,12 +161,6 @@ def checkpoint(
 
 
 _WILL_RAISE = "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception."
-
-
-def _decorator(others: Mapping[str, object], **options: object) -> Callable[[Callable[..., Any]], Decorated]:
-    if others:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(others))
-    return partial(Decorated, checkpoint, options)
 
 
 @lru_cache

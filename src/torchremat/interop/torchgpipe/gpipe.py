@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from torchremat.pipeline.dependency import Passing, pass_all
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.pipeline.partitions import listed_devices
-from torchremat.pipeline.pipe import Pipe
+from torchremat.pipeline.pipe import Pipe, find_devices
 from torchremat.regions.runtime import is_checkpointing, is_recomputing
 
 Device = torch.device | str | int
@@ -53,7 +52,7 @@ class GPipe(Pipe):
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
         verify_module(module)
         counts = list(balance)
-        found = listed_devices(devices, len(counts))
+        found = find_devices(devices, len(counts))
         _verify_balance(module, counts, found)
         super().__init__(
             module,

@@ -24,16 +24,15 @@ from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
+from torchremat.pipeline.event_recorder import Recorder
 from torchremat.pipeline.events import PipelineEvent
-from torchremat.pipeline.predictions import with_prediction
-from torchremat.pipeline.recorder import Recorder
-from torchremat.pipeline.timeline import Timeline, timeline_of
+from torchremat.pipeline.timeline import Timeline, timeline_of, with_prediction
 from torchremat.regions.patches import scopes_on
 from torchremat.schedules.pipelines import Order, recomputing
 from torchremat.tensors.sizes import parse_bytes
 
 
-def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
+def gather_records(recorder: Recorder, order: Order, group: object) -> Timeline:
     """Return the records of all processes of a group, on one clock; each process gets them."""
     events = recorder.events()
     ours = cast("dist.ProcessGroup | None", group)
@@ -101,7 +100,7 @@ class Attached:
         """
         if not self._recorder.on:
             raise UnsupportedError("timeline: nothing was recorded. Attach with `record=True`, and run a step.")
-        measured = gathered(self._recorder, self._order, self._group)
+        measured = gather_records(self._recorder, self._order, self._group)
         recomputed = {(event.stage, event.microbatch) for event in measured.events if event.kind == "recompute"}
         order = recomputing(self._order, chosen=lambda stage, microbatch: (stage, microbatch) in recomputed)
         return with_prediction(measured, order, lookahead=self._lookahead)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torchremat._compat.pipelining import SINGLE, TorchAction, microbatches_of, name_of, orders_of, stages_of
 from torchremat.errors import BudgetError
-from torchremat.schedules.pipelines import Action, Kind, Order
+from torchremat.schedules.pipelines import Action, Kind, Order, most_held
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -28,13 +28,7 @@ def in_flight(schedule: object) -> dict[int, int]:
     Raises:
         UnsupportedError: Its class is unknown.
     """
-    found: dict[int, int] = {}
-    for order in _orders(schedule):
-        held: dict[int, int] = {}
-        for piece, stage, _ in order:
-            held[stage] = held.get(stage, 0) + {"F": 1, "I": 0, "B": -1, "W": -1}[piece]
-            found[stage] = max(found.get(stage, 0), held[stage])
-    return dict(sorted(found.items()))
+    return dict(sorted(item for actions in order_of(schedule) for item in most_held(actions).items()))
 
 
 def microbatch_budget(budget: int | str, *, before_bytes: int, in_flight: int) -> int:

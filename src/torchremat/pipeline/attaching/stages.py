@@ -26,7 +26,7 @@ instead.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
@@ -34,7 +34,7 @@ import torch
 
 from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, Work, whole_pass_of
-from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.event_recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
 from torchremat.regions.sessions import Session
 from torchremat.regions.slots import Recomputable
@@ -137,19 +137,18 @@ class _RecomputeWatch:
     def __init__(self, sessions: SessionsOfStage, microbatch: int) -> None:
         self.sessions = sessions
         self.microbatch = microbatch
-        self._running: AbstractContextManager[None] | None = None
+        self._running = ExitStack()  # the event of a recompute, while that runs
 
     def recomputing(self, number: int) -> None:
         """Begin to record it."""
-        self._running = self.sessions._recorder.event(self.sessions.index, self.microbatch, "recompute")
-        self._running.__enter__()
+        self._running.close()
+        event = self.sessions._recorder.event(self.sessions.index, self.microbatch, "recompute")
+        self._running.enter_context(event)
 
     def recomputed(self, number: int, region: Recomputable, *, is_whole: bool) -> None:
         """Record the recompute, and the memory that it has added if it is the first of that whole region."""
         sessions = self.sessions
-        running, self._running = self._running, None
-        if running is not None:
-            running.__exit__(None, None, None)
+        self._running.close()
         if is_whole and sessions._weighs and number not in sessions.costs:
             session = sessions.get(self.microbatch)
             if session is not None:

@@ -7,8 +7,9 @@ line. The other schedules keep posted receives in a dictionary until the microba
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, cast
-from weakref import ref
+from weakref import ReferenceType, ref
 
 from torchremat._compat.binding import Original, Patch
 from torchremat._compat.pipelining import (
@@ -23,7 +24,7 @@ from torchremat._compat.pipelining import (
     stages_of,
 )
 from torchremat.pipeline.attaching.stages import Lookahead, SessionsOfStage
-from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.event_recorder import Recorder
 
 Direction = Literal["forward", "backward"]
 
@@ -44,7 +45,9 @@ class Waits:
             for direction, name in RECEIVES_OF_STAGE.items():
                 stage = stages_of(schedule)[0]
                 patches.append(Patch(stage, name, _Receives(stage, name, cast("Direction", direction), self)))
-            patches.append(Patch(schedule, LOOP, _Loop(schedule, looping(schedule, self._wait_for_next))))
+            patches.append(
+                Patch(schedule, LOOP, partial(_run_loop, ref(schedule), looping(schedule, self._wait_for_next)))
+            )
             return patches
         for direction, name in RECEIVES_OF_SCHEDULE.items():
             own = cast("dict[tuple[int, int], list[Work]]", getattr(schedule, name))
@@ -76,16 +79,9 @@ class Waits:
             wait()
 
 
-class _Loop:
-    """Replaces `_step_microbatches`."""
-
-    def __init__(self, schedule: object, loop: Callable[..., object]) -> None:
-        self._schedule = ref(schedule)
-        self._loop = loop
-
-    def __call__(self, *args: Any, **kwargs: Any) -> object:
-        """Run a step."""
-        return self._loop(self._schedule(), *args, **kwargs)
+def _run_loop(schedule: ReferenceType[object], loop: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    """Run a step: replaces `_step_microbatches`."""
+    return loop(schedule(), *args, **kwargs)
 
 
 class _Receives:

@@ -77,11 +77,11 @@ class CellTracker(SkipTracker):
         Raises:
             UnsupportedError: One was stashed in a reentrant region.
         """
-        found = {key: one for key, one in self._carrier.left().items() if key in self._leaves}
-        for (_, name), one in found.items():
+        leaving = {key: one for key, one in self._carrier.left().items() if key in self._leaves}
+        for (_, name), one in leaving.items():
             if has_left_reentrant(one):
                 raise reentrant(f"stash({name!r})")
-        return {key: one.value for key, one in found.items()}
+        return {key: one.value for key, one in leaving.items()}
 
 
 def _not_stashed(namespace: Namespace | None, name: str) -> SkipError:

@@ -21,7 +21,7 @@ from torchremat.planning.compiling.graphs import JointReading
 from torchremat.planning.compiling.programs import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
 from torchremat.schedules.joint import NO_ADJUSTMENTS, Adjustments, Split, adjustments_of, split
-from torchremat.schedules.saving import Saver
+from torchremat.schedules.saved_values import Saver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from torchremat.planning.compiling.halves import Halver, Halves, aimed
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices
-from torchremat.schedules.saving import Saver
+from torchremat.schedules.saved_values import Saver
 from torchremat.tensors.sizes import format_bytes, format_flops
 
 # Shares of the bytes that torch saves without a budget: its splits under these are candidates.

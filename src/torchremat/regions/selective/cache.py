@@ -65,7 +65,7 @@ from torchremat.regions.selective.kept import (
     tensors_in,
 )
 from torchremat.regions.selective.op_info import OpInfo
-from torchremat.stores.foreign import Counter
+from torchremat.stores.weak_bytes import Counter
 from torchremat.tensors.parts import is_wrapper, parts_of
 
 

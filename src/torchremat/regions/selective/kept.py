@@ -12,8 +12,8 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.modes import alias_that_counts
 from torchremat.errors import MutationError
 from torchremat.regions.decisions import Decision
-from torchremat.stores.foreign import Counter
-from torchremat.stores.held import InCatalog
+from torchremat.stores.in_catalog import InCatalog
+from torchremat.stores.weak_bytes import Counter
 from torchremat.tensors.copies import apart
 from torchremat.tensors.metadata import version_of
 

@@ -85,7 +85,8 @@ def _by_worth(joint: Joint, indices: Iterable[int]) -> list[int]:
     operators, sizes = joint.operators, joint.size_bytes
     found = [index for index in indices if math.isfinite(operators[index].cost)]
     return sorted(
-        found, key=lambda index: operators[index].cost / max(1, sum(sizes[one] for one in operators[index].outputs))
+        found,
+        key=lambda index: operators[index].cost / max(1, sum(sizes[output] for output in operators[index].outputs)),
     )
 
 

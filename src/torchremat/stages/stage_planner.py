@@ -18,7 +18,7 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.storages import address_of
-from torchremat.optimizing.parameter_checks import check_in_memory
+from torchremat.optimizing.module_runs import check_in_memory
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, optimizer_alone, relative_of
 from torchremat.planning.layout import check_bare
@@ -34,10 +34,10 @@ from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.losses import optimizer_bytes
 from torchremat.stages.pipes import sites_of_pipe
-from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.stages.samples import Sample, Site, resident_bytes
 from torchremat.stages.schedules import site_of_schedule
 from torchremat.stages.split_microbatch import SplitBackward
+from torchremat.stages.stage_plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.stages.sums import Sums
 from torchremat.tensors.sizes import format_bytes
 
@@ -93,8 +93,8 @@ class StagePlanner:
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         modules = [module for _, module in own]
         resident = partial(resident_bytes, step, modules, optimizer, [one for site in sites for one in site.samples])
-        self._planned = self._in_all_processes(
-            lambda: [_Planned(site, options, modules, optimizer, resident) for site in sites], ours_alone=True
+        self._planned = self._peers.each(
+            lambda: [_Planned(site, options, modules, optimizer, resident) for site in sites]
         )
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
@@ -108,24 +108,17 @@ class StagePlanner:
             BudgetError: See `plan_stages`.
             PipelineError: See `plan_stages`.
         """
-        found = self._in_all_processes(
-            lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)]
-        )
-        stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
+
+        def plans_here() -> list[tuple[DevicePlan, list[StagePlan]]]:
+            budgets = _budgets_of(self._devices, budget, margin)[self._peers.place :]
+            return [planned.plan(each, margin) for planned, each in zip(self._planned, budgets, strict=False)]
+
+        plans = [plan for those in self._peers.all(plans_here) for plan in those]
         return StagePlans(
-            stages=tuple(stages),
-            devices=tuple(device for device, _ in found),
+            stages=tuple(sorted((stage for _, those in plans for stage in those), key=lambda one: one.stage)),
+            devices=tuple(device for device, _ in plans),
             microbatches=self._planned[0].microbatches,
         )
-
-    def _with_budgets(self, budget: Budgets, margin: int | str) -> list[tuple[_Planned, int | str]]:
-        """Return the devices of this process, each with its budget."""
-        first = self._peers.place
-        return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
-
-    def _in_all_processes(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
-        """Return the results of `work` here or, with many processes, in all of them; if one raises, all stop."""
-        return self._peers.each(work) if ours_alone else [one for those in self._peers.all(work) for one in those]
 
 
 class _Planned:
@@ -156,10 +149,10 @@ class _Planned:
         self._resident_bytes = resident(site.device)  # now that the workspaces of all stages are there
 
     def _search(self, stage: int) -> Search:
-        found = self._planners[stage].solver
-        if not isinstance(found, Search):
+        search = self._planners[stage].solver
+        if not isinstance(search, Search):
             raise not_by_runs("A stage of a pipeline does not run alone: take gradients outside of the pipeline.")
-        return found
+        return search
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:

@@ -99,7 +99,7 @@ class StagePlans(Sequence[StagePlan]):
     @property
     def recomputed_flops(self) -> int:
         """Recomputed flops of a step, in all stages."""
-        return self.microbatches * sum(one.recomputed_flops for one in self.stages)
+        return self.microbatches * sum(stage.recomputed_flops for stage in self.stages)
 
     def check(self, pipeline: object) -> None:
         """Raise if the plans were made for stages other than a pipe's or, in this process, a schedule's.
@@ -185,7 +185,7 @@ def _named(stage: int, check: Callable[[nn.Module], None], module: nn.Module) ->
 
 
 def _device_rows(devices: Sequence[DevicePlan]) -> Iterator[str]:
-    width = max(6, *(len(one.name) for one in devices))
+    width = max(6, *(len(device.name) for device in devices))
     names = ("budget", "peak", "plain", "floor", "before")
     yield "  ".join([f"{'device':<{width}}", *(f"{name:>10}" for name in names), "highest during"])
     for one in devices:

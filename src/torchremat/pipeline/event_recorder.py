@@ -15,7 +15,7 @@ backward ends.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -81,7 +81,7 @@ class Recorder:
         if not self.on:
             return _NOTHING
         zero = None if stream is None else self._zero_of(stream.device)
-        return _taken(self._taken, stage, microbatch, kind, stream, zero)
+        return _time_event(self._taken, stage, microbatch, kind, stream, zero)
 
     def events(self) -> tuple[PipelineEvent, ...]:
         """Return the events since the start, in the order in which they ended; waits for the streams of the events."""
@@ -124,7 +124,7 @@ class _TakenEvent:
 
 
 @contextmanager
-def _taken(
+def _time_event(
     taken: list[_TakenEvent], stage: int, microbatch: int, kind: Kind, stream: torch.Stream | None, zero: _Zero | None
 ) -> Generator[None]:
     start = _now(stream)
@@ -175,7 +175,7 @@ class Passage:
         self._stream = None if isinstance(stream, CpuStream) else stream
         self._open_passages = open_passages
         self._has_end = False
-        self._running: AbstractContextManager[None] | None = None
+        self._running = ExitStack()  # the event of its backward, while that runs
 
     def runs(self) -> AbstractContextManager[None]:
         """Return a context for its forward."""
@@ -199,16 +199,14 @@ class Passage:
     def _begin(self) -> None:
         for passage in list(self._open_passages):
             passage._end()
-        self._running = self._event(self._kinds[1])
-        self._running.__enter__()
+        self._running.close()
+        self._running.enter_context(self._event(self._kinds[1]))
         if not self._has_end:
             self._open_passages.append(self)
             at_end_of_backward(self._end)
 
     def _end(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.__exit__(None, None, None)
+        self._running.close()
         if self in self._open_passages:
             self._open_passages.remove(self)
 

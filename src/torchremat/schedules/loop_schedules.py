@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, isqrt
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from torchremat.errors import BudgetError, ScheduleError
 from torchremat.schedules.binomial import CarrySlots, advances
@@ -292,16 +292,11 @@ def within_bytes(
     )
     if step_costs is not None:
         few = [one for one in found if one[1] == 1] + [min(found)]
-        return min((replace(schedule, slots=slots, block=block) for _, block, slots in few), key=_time_again)
+        schedules = (replace(schedule, slots=slots, block=block) for _, block, slots in few)
+        return min(schedules, key=lambda one: cast("UnevenSlots", one.division).time)
     _, block, slots = min(found)
     schedule = replace(schedule, slots=slots, block=block)
     return _mix(schedule, budget_bytes) if mixes else schedule
-
-
-def _time_again(schedule: LoopSchedule) -> float:
-    division = schedule.division
-    assert isinstance(division, UnevenSlots)
-    return division.time
 
 
 def _mix(schedule: LoopSchedule, budget_bytes: int) -> LoopSchedule:
