@@ -308,9 +308,7 @@ def fit_command(
         text = str(fitted)  # works the certificate out
     with _working("verifying"):
         report = verify(subject.model, subject.step, optimizer=subject.optimizer, device=place_of(device))
-    _show(text)
-    _show("")
-    _show(report)
+    _show(f"{text}\n\n{report}")
     _write("writing", (out, fitted.save), (plot, fitted.plot), (html, fitted.html), (trace, fitted.trace))
     _judge(fitted, report)
 
