@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -133,27 +132,30 @@ def is_called_compiled() -> bool:
 
 def is_compiled(item: object) -> bool:
     """Return whether calls of a function or module run compiled code, whatever other code has put around it."""
-    if isinstance(item, nn.Module):
-        if type(item).__name__ in ("OptimizedModule", "CompiledModule") or is_compiled_in_place(item):
-            return True  # torch's class is in dynamo, which need not be imported, and the other one is ours
-        own = item.__dict__.get("forward")
-        return is_compiled(inspect.getattr_static(type(item), "forward") if own is None else own)
-    return compiled_from(item) is not None
+    if not isinstance(item, nn.Module):
+        return compiled_from(item) is not None
+    if type(item).__name__ in ("OptimizedModule", "CompiledModule") or is_compiled_in_place(item):
+        return True  # torch's class is in dynamo, which need not be imported, and the other one is ours
+    every = item.__dict__, *map(vars, type(item).__mro__)
+    return compiled_from(next(own["forward"] for own in every if "forward" in own)) is not None
 
 
 def compiled_from(item: object) -> Callable[..., object] | None:
     """Return the function that a function runs compiled; None if it is not compiled."""
-    while item is not None:
-        item = getattr(item, "__func__", item)  # of a method, or of a static or class method
-        own = item.__dict__ if isinstance(item, FunctionType) else {}
-        if "_torchdynamo_orig_callable" in own and "_torchdynamo_disable" not in own:
-            return own["_torchdynamo_orig_callable"]
-        if isinstance(item, partial):
+    seen: set[int] = set()
+    while id(item) not in seen:
+        seen.add(id(item))
+        if isinstance(item, MethodType | staticmethod | classmethod):
+            item = cast("MethodType", item).__func__
+        elif isinstance(item, partial):
             item = cast("partial[object]", item).func
+        elif isinstance(item, FunctionType):
+            own = item.__dict__
+            if "_torchdynamo_orig_callable" in own and "_torchdynamo_disable" not in own:
+                return own["_torchdynamo_orig_callable"]
+            item = own.get("__wrapped__")
         elif type(item).__module__.startswith("torchremat."):
             item = getattr(item, "function", None)  # what one of our callables is around
-        else:
-            item = own.get("__wrapped__")
     return None
 
 

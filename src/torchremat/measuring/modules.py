@@ -5,8 +5,8 @@ it is the module whose output received its gradient last: the running nodes are 
 receives one.
 
 Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, the
-inside of scripted and compiled modules, and modules compiled in place (`module.compile()`), whose hooks would be
-compiled as well.
+inside of scripted modules and of compiled code, and modules compiled in place (`module.compile()`), whose hooks would
+be compiled as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Self, cast
 
 import torch
@@ -270,13 +270,14 @@ def _called_compiled(module: nn.Module) -> list[nn.Module]:
     called: list[nn.Module] = []
     for method in _compiled_methods(module):
         owner: object = getattr(method, "__self__", module)  # a method may be another module's
-        waiting, read = [method], set[str]()
+        waiting, read = list[object]([method]), set[str]()
         while waiting:
-            function: object = getattr(waiting[-1], "__func__", waiting.pop())
+            function = getattr(waiting[-1], "__func__", waiting.pop())
             if isinstance(function, FunctionType):
                 new = reads_of(function.__code__).attributes - read
                 read |= new
-                waiting += [getattr(type(owner), name) for name in new if hasattr(type(owner), name)]
+                own = ((getattr(type(owner), name, None), getattr(nn.Module, name, None)) for name in new)
+                waiting += [attribute for attribute, of_all in own if attribute is not of_all]
         children = owner._modules if isinstance(owner, nn.Module) else {}
         called += [child for name, child in children.items() if name in read and child is not None]
     return called
@@ -287,10 +288,13 @@ def _compiled_methods(module: nn.Module) -> list[Callable[..., object]]:
     if "torch._dynamo" not in sys.modules:
         return []
     kinds = type(module).__mro__
-    every = [*vars(module).values(), *chain(*(vars(kind).values() for kind in kinds[: kinds.index(nn.Module)]))]
-    every += chain(*(cast("Iterable[object]", one) for one in every if isinstance(one, list | tuple)))
-    found = (compiled_from(one) for one in every if not isinstance(one, nn.Module))
-    return [one for one in found if one is not None]
+    values = [*vars(module).values(), *chain(*(vars(kind).values() for kind in kinds[: kinds.index(nn.Module)]))]
+    values += chain(*(cast("Iterable[object]", each) for each in values if type(each) in (list, tuple)))
+    found = (compiled_from(each) for each in values if isinstance(each, _FUNCTIONS))
+    return [function for function in found if function is not None]
+
+
+_FUNCTIONS = (FunctionType, MethodType, partial, staticmethod, classmethod)
 
 
 def has_compiled(model: nn.Module) -> bool:

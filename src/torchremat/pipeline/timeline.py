@@ -211,6 +211,7 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
     """Return the step of an order with the times of a measured step.
 
+    >>> from torchremat.schedules.pipelines import Action
     >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
     >>> actions = ("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)
     >>> order = [[Action(kind=kind, stage=stage, microbatch=one) for kind, one in actions] for stage in (0, 1)]
