@@ -136,15 +136,13 @@ def is_compiled(item: object) -> bool:
         return compiled_from(item) is not None
     if type(item).__name__ in ("OptimizedModule", "CompiledModule") or is_compiled_in_place(item):
         return True  # torch's class is in dynamo, which need not be imported, and the other one is ours
-    every = item.__dict__, *map(vars, type(item).__mro__)
-    return compiled_from(next(own["forward"] for own in every if "forward" in own)) is not None
+    own = item.__dict__.get("forward")
+    return compiled_from(type(item).forward if own is None else own) is not None
 
 
 def compiled_from(item: object) -> Callable[..., object] | None:
     """Return the function that a function runs compiled; None if it is not compiled."""
-    seen: set[int] = set()
-    while id(item) not in seen:
-        seen.add(id(item))
+    for _ in range(_MOST_AROUND):
         if isinstance(item, MethodType | staticmethod | classmethod):
             item = cast("MethodType", item).__func__
         elif isinstance(item, partial):
@@ -156,7 +154,12 @@ def compiled_from(item: object) -> Callable[..., object] | None:
             item = own.get("__wrapped__")
         elif type(item).__module__.startswith("torchremat."):
             item = getattr(item, "function", None)  # what one of our callables is around
+        else:
+            break
     return None
+
+
+_MOST_AROUND = 100  # a function may say that it is around itself
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Self, cast
@@ -254,9 +254,10 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     call.
     """
     result: list[tuple[str, nn.Module]] = []
-    hidden: set[nn.Module] = set()
+    methods = _compiled_methods(model)
+    called = chain(*(_called_by(method, module) for module, each in methods.items() for method in each))
+    hidden = {inner for module in called for inner in module.modules()}
     for name, module in model.named_modules():
-        hidden.update(inner for called in _called_compiled(module) for inner in called.modules())
         if module in hidden or isinstance(module, torch.jit.ScriptModule) or is_generator(module):
             continue
         result.append((name, module))
@@ -265,41 +266,56 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return result
 
 
-def _called_compiled(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that the compiled functions of a module call, as far as the code of classes names them."""
-    called: list[nn.Module] = []
-    for method in _compiled_methods(module):
-        owner: object = getattr(method, "__self__", module)  # a method may be another module's
-        waiting, read = list[object]([method]), set[str]()
-        while waiting:
-            function = getattr(waiting[-1], "__func__", waiting.pop())
-            if isinstance(function, FunctionType):
-                new = reads_of(function.__code__).attributes - read
-                read |= new
-                own = ((getattr(type(owner), name, None), getattr(nn.Module, name, None)) for name in new)
-                waiting += [attribute for attribute, of_all in own if attribute is not of_all]
-        children = owner._modules if isinstance(owner, nn.Module) else {}
-        called += [child for name, child in children.items() if name in read and child is not None]
-    return called
-
-
-def _compiled_methods(module: nn.Module) -> list[Callable[..., object]]:
-    """Return what a module or its class runs compiled, from attributes and from lists among these, but no modules."""
-    if "torch._dynamo" not in sys.modules:
-        return []
-    kinds = type(module).__mro__
-    values = [*vars(module).values(), *chain(*(vars(kind).values() for kind in kinds[: kinds.index(nn.Module)]))]
-    values += chain(*(cast("Iterable[object]", each) for each in values if type(each) in (list, tuple)))
-    found = (compiled_from(each) for each in values if isinstance(each, _FUNCTIONS))
-    return [function for function in found if function is not None]
-
-
-_FUNCTIONS = (FunctionType, MethodType, partial, staticmethod, classmethod)
-
-
 def has_compiled(model: nn.Module) -> bool:
     """Return whether a module of the model is compiled, or a method of one."""
-    return any(is_compiled(module) or _compiled_methods(module) for module in model.modules())
+    return any(map(is_compiled, model.modules())) or bool(_compiled_methods(model))
+
+
+def _compiled_methods(model: nn.Module) -> dict[nn.Module, list[Callable[..., object]]]:
+    """Return the functions that modules of a model run compiled, by module: those of attributes and of its class."""
+    if "torch._dynamo" not in sys.modules:
+        return {}
+    of_class = cache(_compiled_of_class)  # for this call: a class may be changed later
+    found = ((module, _compiled_among(vars(module).values()) + of_class(type(module))) for module in model.modules())
+    return {module: methods for module, methods in found if methods}
+
+
+def _compiled_of_class(kind: type) -> list[Callable[..., object]]:
+    return [method for own in kind.__mro__ if own not in _ALL_MODULES for method in _compiled_among(vars(own).values())]
+
+
+def _compiled_among(values: Iterable[object]) -> list[Callable[..., object]]:
+    """Return what runs compiled of the functions among some values, and in lists among these."""
+    every = [*values]
+    if _MAY_RUN.isdisjoint(map(type, every)):
+        return []  # as for most modules
+    every += chain(*(cast("Iterable[object]", each) for each in every if type(each) in _LISTS))
+    functions = (each for each in every if type(each) in _FUNCTIONS)
+    return [function for function in map(compiled_from, functions) if function is not None]
+
+
+_LISTS = frozenset({list, tuple})
+_FUNCTIONS = frozenset({FunctionType, MethodType, partial, staticmethod, classmethod})
+_MAY_RUN = _LISTS | _FUNCTIONS
+_ALL_MODULES = nn.Module.__mro__
+
+
+def _called_by(method: Callable[..., object], module: nn.Module) -> list[nn.Module]:
+    """Return the children of a module, or of the one whose method it is, that a function names in its code.
+
+    Or that methods of the same class name, which it calls.
+    """
+    owner: object = getattr(method, "__self__", module)
+    waiting, read = list[object]([method]), set[str]()
+    while waiting:
+        function = getattr(waiting[-1], "__func__", waiting.pop())
+        if isinstance(function, FunctionType):
+            new = reads_of(function.__code__).attributes - read
+            read |= new
+            own = ((getattr(type(owner), name, None), getattr(nn.Module, name, None)) for name in new)
+            waiting += [attribute for attribute, of_all in own if attribute is not of_all]
+    children = owner._modules if isinstance(owner, nn.Module) else {}
+    return [child for name, child in children.items() if name in read and child is not None]
 
 
 class OwnThread:
