@@ -15,7 +15,7 @@ import numpy as np
 
 from torchremat.errors import ScheduleError
 from torchremat.schedules.dataflow import Dataflow
-from torchremat.schedules.linear_programs import Entries, Rows, minimized
+from torchremat.schedules.linear_programs import Entries, Rows, minimize
 
 # NOTE [ A bound over all schedules ]
 #
@@ -158,7 +158,7 @@ class _Problem:
             return math.inf
         if not len(program.cost):
             return 0.0
-        result = minimized(
+        result = minimize(
             program.cost,
             Rows(program.matrix(), highest=program.most),
             lowest=program.lowest,

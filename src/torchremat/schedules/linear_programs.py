@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     highest: Numbers = np.inf
 
 
-def minimized(
+def minimize(
     cost: NDArray[np.float64],
     *rows: Rows,
     highest: Numbers,

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from torchremat.schedules.joint import Joint, split
-from torchremat.schedules.linear_programs import Entries, Rows, minimized
+from torchremat.schedules.linear_programs import Entries, Rows, minimize
 
 _MOST_PRICES = 7
 
@@ -101,7 +101,7 @@ class Prices:
         objective = np.append(self.cost, self.bytes * price + 1e-6 * price)
         objective /= max(float(objective.max()), 1e-300)
         # Without integers: all vertices of a minimum cut are integral.
-        solved = minimized(objective, Rows(self.matrix, self.lower), highest=self.most)
+        solved = minimize(objective, Rows(self.matrix, self.lower), highest=self.most)
         if solved.x is None:
             return self.joint.asked
         saved = np.flatnonzero(solved.x[len(self.running) :] > 0.5)

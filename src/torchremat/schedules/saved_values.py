@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 
 from torchremat.schedules.joint import Adjustments, Joint, Split, is_possible, split
-from torchremat.schedules.linear_programs import Rows, minimized
+from torchremat.schedules.linear_programs import Rows, minimize
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
 
@@ -191,7 +191,7 @@ class Saver:
             else:
                 objective, upper, extra = costs / scale, (limit_bytes - base[times]) / peak_scale, 0
             left_s = self._until_s - time.monotonic()
-            solved = minimized(
+            solved = minimize(
                 objective,
                 Rows(rows, highest=upper),
                 Rows(np.pad(path, ((0, 0), (0, extra))), ends, ends),

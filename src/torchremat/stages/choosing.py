@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from torchremat.errors import bug
 from torchremat.planning.searches.microbatches import Share
-from torchremat.schedules.linear_programs import Rows, minimized
+from torchremat.schedules.linear_programs import Rows, minimize
 from torchremat.stages.loads import DeviceLoad
 
 # The solver works in floats, with a tolerance. So bytes are counted in this many parts, rounded up.
@@ -103,7 +103,7 @@ class Choices:
             objective, most = np.append(1e-6 * costs / scale, 1.0), np.inf
         else:
             objective, most = np.append(costs / scale, 0.0), float(limit_bytes // self._part_bytes)
-        result = minimized(
+        result = minimize(
             objective,
             Rows(one_each, 1, 1),
             Rows(below, highest=-fixed),

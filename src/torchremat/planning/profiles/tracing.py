@@ -6,8 +6,8 @@ guessed from types, and the live ranges show which boundaries stay alive whateve
 
 The recorder notes operators at the same time, see `measuring.recorder`; this module works on whole calls.
 
-Compiled code saves other tensors than the same code where it runs eagerly, and only then its operators are visible. So
-where a step runs some, three forwards run: one runs eagerly and shows operators, one compiles, one shows all else.
+Compiled modules and methods save other tensors than their eager code, and only the operators of eager code are visible.
+So with such three forwards run: one runs eagerly and shows operators, one compiles, one shows everything else.
 
 A step that takes a gradient itself, `torch.autograd.grad(..., create_graph=True)`, runs once more, and keeps what is
 saved.
@@ -235,7 +235,7 @@ def trace(
         seen = _traced(model, step, record, aside, keeps=False)
     except _TakesGradientError:
         return replace(_traced(model, step, record, aside, keeps=True), takes_gradients=True)
-    if not (has_compiled(model) or any(run.is_compiled for run in seen.operators.runs)):
+    if not has_compiled(model):
         return seen
     with aside(), nothing_kept():
         loss_of(step(model))
